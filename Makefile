@@ -1,0 +1,36 @@
+# Every target sets up .venv by itself; see scripts/venv.
+PYTHON := .venv/bin/python
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
+WORKERS ?= 2
+
+.PHONY: help demo test test-slow lint format clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: ## stream text from the shipped checkpoint
+	@scripts/venv
+	@$(PYTHON) -m k3jax.decode --prompt 'def fibonacci(n):' --max-tokens 96 --temperature 0 --stats
+
+test: ## the tests that a change must pass
+	@scripts/venv test
+	@$(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
+
+test-slow: ## the tests that take minutes
+	@scripts/venv test
+	@$(PYTHON) -m pytest -q -n $(WORKERS) -m slow --timeout 3600
+
+lint: ## style and types
+	@scripts/venv lint
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m basedpyright
+
+format: ## rewrite the style
+	@scripts/venv lint
+	@$(PYTHON) -m ruff check --fix-only --quiet .
+	@$(PYTHON) -m ruff format .
+
+clean: ## remove what the targets created
+	rm -rf .venv .cache .pytest_cache .ruff_cache

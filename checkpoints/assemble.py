@@ -1,0 +1,153 @@
+"""Parameters from released tensors: each device's shard is put together on the host and sent there.
+
+Only the bytes of the shards that this process holds are read, and nothing is computed on a device, so a
+fused parameter never needs its parts and itself in device memory at once.
+"""
+
+import collections
+import math
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import jax
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.source import OpenTensors
+from k3jax.params import HfPiece, ParamSpec
+
+NAN_SCALE = 255
+"""The E8M0 code of NaN; no weight may have it."""
+
+Box = tuple[tuple[int, int], ...]
+"""`(start, stop)` per dimension of a parameter."""
+
+
+class InFlight:
+    """Bounds the host bytes whose transfers to devices may still be running."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._bytes = 0
+        self._arrays: collections.deque[jax.Array] = collections.deque()
+
+    def add(self, array: jax.Array) -> jax.Array:
+        """Registers a transfer; waits for the oldest ones while the sum exceeds the budget."""
+        self._arrays.append(array)
+        self._bytes += array.nbytes
+        while self._bytes > self._budget:
+            oldest = self._arrays.popleft()
+            self._bytes -= oldest.nbytes
+            oldest.block_until_ready()
+        return array
+
+
+def place(
+    spec: ParamSpec,
+    tensors: OpenTensors,
+    dtype: np.dtype[Any],
+    sharding: jax.sharding.Sharding | None,
+    in_flight: InFlight,
+    executor: Executor,
+) -> jax.Array:
+    """The parameter `spec` as an array in `sharding` (default: uncommitted, on the default device).
+
+    Model-dtype values are cast to `dtype` exactly as they are copied. Raises `CheckpointError` on a scale
+    that is NaN.
+    """
+    if sharding is None:
+        whole = tuple((0, size) for size in spec.shape)
+        return in_flight.add(jax.device_put(read_box(spec, whole, tensors, dtype, executor)))
+    devices: dict[Box, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
+        devices.setdefault(_box(index or (), spec.shape), []).append(device)
+    shards: list[jax.Array] = []
+    for box, targets in devices.items():
+        data = read_box(spec, box, tensors, dtype, executor)
+        shards += [in_flight.add(jax.device_put(data, device)) for device in targets]
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, shards, dtype=dtype)
+
+
+def read_box(
+    spec: ParamSpec, box: Box, tensors: OpenTensors, dtype: np.dtype[Any], executor: Executor
+) -> np.ndarray:
+    """The part of a parameter inside `box`, read from the tensors that fill it."""
+    data = np.empty([stop - start for start, stop in box], dtype)
+    # Large copies release the GIL; a thread per piece keeps several reads of a cold file going.
+    for _ in executor.map(lambda piece: _copy(piece, box, tensors, data), spec.pieces):
+        pass
+    if spec.init == "scale" and (data == NAN_SCALE).any():
+        raise CheckpointError("E8M0 scales of 255 (NaN) are refused", _nan_scales(spec.pieces, tensors))
+    return data
+
+
+def _copy(piece: HfPiece, box: Box, tensors: OpenTensors, data: np.ndarray) -> None:
+    """Copies what `piece` contributes to `box` into `data`, whose origin is the box's."""
+    target: list[int | slice] = []
+    wanted: list[slice] = []
+    for axis, (start, stop) in enumerate(box):
+        part = piece.index[axis] if axis < len(piece.index) else slice(None)
+        if isinstance(part, int):
+            if not start <= part < stop:
+                return
+            target.append(part - start)
+            continue
+        first, last = part.start or 0, stop if part.stop is None else part.stop
+        low, high = max(first, start), min(last, stop)
+        if low >= high:
+            return
+        target.append(slice(low - start, high - start))
+        wanted.append(slice(low - first, high - first))
+    data[tuple(target)] = piece_view(piece, tensors.view(piece.name))[tuple(wanted)]
+
+
+def piece_view(piece: HfPiece, tensor: np.ndarray) -> np.ndarray:
+    """The part of a released tensor that `piece` takes, in the parameter's orientation, without a copy."""
+    return tensor.reshape(piece.view)[piece.take].transpose(piece.permutation)
+
+
+def _box(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
+    bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
+    return tuple((start, stop) for start, stop, _ in bounds)
+
+
+def _nan_scales(pieces: Sequence[HfPiece], tensors: OpenTensors) -> list[str]:
+    names = [piece.name for piece in pieces if (tensors.view(piece.name) == NAN_SCALE).any()]
+    return [f"{name}: has scale byte {NAN_SCALE}, expected 0..{NAN_SCALE - 1}" for name in names]
+
+
+def padding_problems(specs: Sequence[ParamSpec], tensors: OpenTensors) -> list[str]:
+    """Released tensors of which something that no piece takes is not zero (the tail of `A_log`)."""
+    pieces: dict[str, list[HfPiece]] = collections.defaultdict(list)
+    for spec in specs:
+        for piece in spec.pieces:
+            pieces[piece.name].append(piece)
+    padded = {name: parts for name, parts in pieces.items() if not _covers(parts)}
+    return [problem for name, parts in padded.items() for problem in _padding_problem(name, parts, tensors)]
+
+
+def _covers(pieces: Sequence[HfPiece]) -> bool:
+    """Whether pieces, which never overlap, take every element of their tensor."""
+    return sum(map(_taken, pieces)) == math.prod(pieces[0].shape)
+
+
+def _taken(piece: HfPiece) -> int:
+    sizes = [
+        len(range(*piece.take[axis].indices(size))) if axis < len(piece.take) else size
+        for axis, size in enumerate(piece.view)
+    ]
+    return math.prod(sizes)
+
+
+def _padding_problem(name: str, pieces: Sequence[HfPiece], tensors: OpenTensors) -> list[str]:
+    padding = np.ones(pieces[0].shape, bool)
+    for piece in pieces:
+        padding.reshape(piece.view)[piece.take] = False
+    values = tensors.view(name)
+    wrong = padding & (values != 0)
+    if not wrong.any():
+        return []
+    where = tuple(int(axis[0]) for axis in np.nonzero(wrong))
+    return [f"{name}: padding must be zero, but element {list(where)} is {values[where]} ({wrong.sum()} in all)"]
+

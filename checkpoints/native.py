@@ -1,0 +1,235 @@
+"""The orbax checkpoint of a model: saved and restored group by group, on any topology.
+
+    checkpoint/
+      config.json             the released layout of the configuration
+      checkpoint.json         format, version, model dtype and groups; written last
+      parameters/<group>/     one orbax tree per decoder layer, and `model` for the rest
+
+Everything is built in `checkpoint.partial/` and renamed at the end, so a checkpoint that can be seen is
+complete. One group is in flight at a time, which bounds the host memory of saving and converting.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints import orbax_adapter
+from checkpoints.errors import CheckpointError
+from checkpoints.reading import Progress, Shardings, dotted, insert, model_dtype, parameter_bytes, targets
+from checkpoints.source import CONFIG
+from k3jax import params
+from k3jax.config import K3Config
+
+MANIFEST = "checkpoint.json"
+PARAMETERS = "parameters"
+FORMAT = {"format": "k3jax-orbax", "version": 1}
+
+Keys = tuple[str, ...]
+
+
+def save(path: str | Path, config: K3Config, tree: Mapping[str, Any], *, progress: Progress | None = None) -> None:
+    """Saves a parameter tree at `path`, which must not exist yet.
+
+    The model dtype is that of the arrays. Raises `CheckpointError` for a tree that is not `config`'s.
+    """
+    dtype = tree_dtype(config, tree)
+    flat = dict(params.flatten(tree))
+    partial = begin(path, resume=False)
+    write_groups(partial, config, dtype, lambda specs: select(flat, specs), progress)
+    commit(partial, path, config, dtype)
+
+
+def restore(
+    path: str | Path, shardings: Shardings | None = None, *, dtype: Any = None, progress: Progress | None = None
+) -> tuple[K3Config, params.Tree]:
+    """Restores a saved checkpoint onto `shardings` (default: the default device), whatever it was saved from.
+
+    `dtype` is the model's: None keeps the saved one; float32 casts bfloat16 exactly, the opposite is refused.
+    Names, shapes and dtypes of all groups are compared before data is read, because orbax would cast silently.
+    """
+    root = Path(path)
+    config, saved = read_manifest(root)
+    wanted = saved if dtype is None else model_dtype(dtype)
+    if wanted.itemsize < saved.itemsize:
+        raise CheckpointError(f"{root}: saved in {saved}, which {wanted} cannot hold exactly; restore without dtype")
+    specs = params.model_specs(config)
+    placement = targets(dict(params.flatten(specs)), shardings)
+    if problems := _stored_problems(root, config, saved):
+        raise CheckpointError(f"{root} cannot be used", problems)
+    total = sum(parameter_bytes(spec, wanted) for _, spec in params.flatten(specs))
+    tree: params.Tree = {}
+    done = 0
+    for group, members in groups(config).items():
+        flat = dict(params.flatten(members))
+        for keys, array in params.flatten(_read_group(root / PARAMETERS / group, flat, placement, wanted)):
+            insert(tree, keys, array)
+        done += sum(parameter_bytes(spec, wanted) for spec in flat.values())
+        if progress is not None:
+            progress(done, total)
+    return config, tree
+
+
+def groups(config: K3Config) -> dict[str, params.Tree]:
+    """Specs by group: each decoder layer, and everything else as `model`."""
+    specs = params.model_specs(config)
+    layers = specs.pop("layers")
+    return {"model": specs} | {f"layer_{int(layer):03d}": {"layers": {layer: specs_}} for layer, specs_ in layers.items()}
+
+
+def is_native(path: str | Path) -> bool:
+    """Whether `path` holds a checkpoint of this format."""
+    return (Path(path) / MANIFEST).is_file()
+
+
+def begin(path: str | Path, *, resume: bool) -> Path:
+    """The directory in which the checkpoint at `path` is built; emptied unless `resume`."""
+    root, partial = Path(path), partial_path(path)
+    if root.exists():
+        raise CheckpointError(f"{root}: already exists; remove it or choose another path")
+    try:
+        if jax.process_index() == 0:
+            if partial.exists() and not resume:
+                shutil.rmtree(partial)
+            (partial / PARAMETERS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{partial}: cannot be written ({error.strerror})") from error
+    orbax_adapter.barrier("checkpoint-begin")
+    return partial
+
+
+def partial_path(path: str | Path) -> Path:
+    """Where a checkpoint lies until it is complete."""
+    root = Path(path)
+    return root.with_name(root.name + ".partial")
+
+
+def write_groups(
+    partial: Path,
+    config: K3Config,
+    dtype: np.dtype[Any],
+    produce: Callable[[params.Tree], params.Tree],
+    progress: Progress | None = None,
+) -> None:
+    """Writes every group that is not complete yet; `produce` turns a group's specs into its arrays."""
+    members = groups(config)
+    sizes = {name: sum(parameter_bytes(spec, dtype) for _, spec in params.flatten(tree)) for name, tree in members.items()}
+    done = 0
+    for name, specs in members.items():
+        target = partial / PARAMETERS / name
+        if not orbax_adapter.is_complete(target):
+            try:
+                orbax_adapter.write(target, produce(specs))
+            except OSError as error:
+                raise CheckpointError(f"{target}: cannot be written ({error})") from error
+        done += sizes[name]
+        if progress is not None:
+            progress(done, sum(sizes.values()))
+
+
+def commit(partial: Path, path: str | Path, config: K3Config, dtype: np.dtype[Any]) -> None:
+    """Turns a finished partial directory into the checkpoint at `path`."""
+    orbax_adapter.barrier("checkpoint-written")
+    if jax.process_index() == 0:
+        names = list(groups(config))
+        for leftover in set((partial / PARAMETERS).iterdir()) - {partial / PARAMETERS / name for name in names}:
+            shutil.rmtree(leftover)  # a group that was being written when an earlier run was killed
+        manifest = {**FORMAT, "dtype": str(dtype), "groups": names}
+        (partial / CONFIG).write_text(json.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        partial.rename(path)
+    orbax_adapter.barrier("checkpoint-committed")
+
+
+def read_manifest(root: Path) -> tuple[K3Config, np.dtype[Any]]:
+    """Configuration and model dtype of a saved checkpoint."""
+    if not is_native(root):
+        unfinished = partial_path(root).exists() and not root.exists()
+        hint = "a conversion that has not finished; run it again" if unfinished else f"no {MANIFEST} there"
+        raise CheckpointError(f"{root}: is not a saved checkpoint ({hint})")
+    try:
+        manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+        seen = {key: manifest[key] for key in FORMAT}
+        dtype = model_dtype(manifest["dtype"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{root / MANIFEST}: cannot be used ({error})") from error
+    if seen != FORMAT:
+        raise CheckpointError(f"{root / MANIFEST}: is {seen}, expected {FORMAT}")
+    return K3Config.from_file(root / CONFIG), dtype
+
+
+def tree_problems(config: K3Config, tree: Mapping[str, Any], dtype: np.dtype[Any]) -> list[str]:
+    """Where arrays differ from `config`'s parameters in name, shape or dtype."""
+    found = {keys: (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for keys, leaf in params.flatten(tree)}
+    return _differences(dict(params.flatten(params.model_specs(config))), found, dtype)
+
+
+def tree_dtype(config: K3Config, tree: Mapping[str, Any]) -> np.dtype[Any]:
+    """The model dtype of a complete tree of `config`; raises `CheckpointError` with everything that differs."""
+    flat = dict(params.flatten(tree))
+    embedding = flat.get(("embedding",))
+    dtype = model_dtype(jnp.bfloat16 if embedding is None else embedding.dtype)
+    if problems := tree_problems(config, tree, dtype):
+        raise CheckpointError("the parameters do not fit the configuration", problems)
+    return dtype
+
+
+def select(flat: Mapping[Keys, Any], specs: Mapping[str, Any]) -> params.Tree:
+    """The part of a flat tree that `specs` describes, nested."""
+    part: params.Tree = {}
+    for keys, _ in params.flatten(specs):
+        insert(part, keys, flat[keys])
+    return part
+
+
+def _differences(
+    specs: Mapping[Keys, params.ParamSpec], found: Mapping[Keys, tuple[tuple[int, ...], Any]], dtype: np.dtype[Any]
+) -> list[str]:
+    problems = [f"{dotted(keys)}: missing" for keys in specs if keys not in found]
+    problems += [f"{dotted(keys)}: unexpected parameter" for keys in found if keys not in specs]
+    for keys in (keys for keys in specs if keys in found):
+        (shape, seen), spec = found[keys], specs[keys]
+        if shape != spec.shape:
+            problems.append(f"{dotted(keys)}: shape is {list(shape)}, expected {list(spec.shape)}")
+        if seen != (expected := spec.array_dtype(dtype)):
+            problems.append(f"{dotted(keys)}: dtype is {seen}, expected {expected}")
+    return problems
+
+
+def _stored_problems(root: Path, config: K3Config, dtype: np.dtype[Any]) -> list[str]:
+    problems: list[str] = []
+    for group, members in groups(config).items():
+        directory = root / PARAMETERS / group
+        if not orbax_adapter.is_complete(directory):
+            problems.append(f"{PARAMETERS}/{group}: missing or incomplete")
+            continue
+        try:
+            found = orbax_adapter.describe(directory)
+        except Exception as error:  # orbax raises whatever its parsers raise on damaged metadata
+            problems.append(f"{PARAMETERS}/{group}: metadata cannot be read ({_first_line(error)})")
+            continue
+        problems += _differences(dict(params.flatten(members)), found, dtype)
+    return problems
+
+
+def _read_group(
+    directory: Path, specs: Mapping[Keys, params.ParamSpec], placement: Mapping[Keys, Any], dtype: np.dtype[Any]
+) -> params.Tree:
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    abstract: params.Tree = {}
+    for keys, spec in specs.items():
+        sharding = placement[keys] or default
+        insert(abstract, keys, jax.ShapeDtypeStruct(spec.shape, spec.array_dtype(dtype), sharding=sharding))
+    try:
+        return orbax_adapter.read(directory, abstract)
+    except Exception as error:  # tensorstore reports damaged data under several types
+        raise CheckpointError(f"{directory}: cannot be read ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]

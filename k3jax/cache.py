@@ -1,0 +1,126 @@
+"""The state of running sequences: KDA states by slot, MLA latents by page. Everything is functional."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from k3jax.config import K3Config
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """Which cached sequence each row of a batch continues. Shapes are static, values are arrays.
+
+    A row with `query_length` 0 is padding: it uses slot 0 and page 0 and changes nothing.
+    """
+
+    slot: Int32[Array, " B"]
+    """KDA slot; slot 0 is the dummy slot."""
+    page_table: Int32[Array, "B P"]
+    """MLA pages in order of position; page 0 is the dummy page."""
+    length: Int32[Array, " B"]
+    """Tokens already in the cache."""
+    query_length: Int32[Array, " B"]
+    """Valid tokens of this step."""
+
+    @property
+    def fresh(self) -> Bool[Array, " B"]:
+        """Rows that start a sequence; whatever their slot holds is ignored."""
+        return self.length == 0
+
+    @property
+    def active_slot(self) -> Int32[Array, " B"]:
+        """The slot of real rows and the dummy slot for padding."""
+        return jnp.where(self.query_length > 0, self.slot, 0)
+
+    def valid(self, tokens: int) -> Bool[Array, "B T"]:
+        """Which of `tokens` columns hold a token."""
+        return jnp.arange(tokens, dtype=jnp.int32)[None, :] < self.query_length[:, None]
+
+    def advance(self) -> "Rows":
+        """The same rows after their tokens have been stored."""
+        return dataclasses.replace(self, length=self.length + self.query_length)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class KdaCache:
+    """Recurrent states and convolution windows of one KDA layer, by slot."""
+
+    state: Float[Array, "slots H D D"]
+    """float32, key by value."""
+    window: Float[Array, "slots 3 H 3 D"]
+    """Last three raw q, k, v rows, oldest first."""
+
+    def read(self, rows: Rows) -> "KdaCache":
+        """State and window of each row; zeros for rows that start a sequence."""
+
+        def take(pool: Array) -> Array:
+            values = pool[rows.active_slot]
+            fresh = rows.fresh.reshape(-1, *[1] * (pool.ndim - 1))
+            return jnp.where(fresh, jnp.zeros((), pool.dtype), values)
+
+        return KdaCache(take(self.state), take(self.window))
+
+    def write(self, rows: Rows, new: "KdaCache") -> "KdaCache":
+        """The pools with each row's state and window stored; padding stores nothing. Donates the pools."""
+        slot = jnp.where(rows.active_slot > 0, rows.slot, self.state.shape[0])
+
+        def put(pool: Array, values: Array) -> Array:
+            return pool.at[slot].set(values.astype(pool.dtype), mode="drop")
+
+        return KdaCache(put(self.state, new.state), put(self.window, new.window))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class MlaCache:
+    """Latent rows of one MLA layer, by page."""
+
+    latent: Float[Array, "pages page L"]
+
+
+LayerCache = KdaCache | MlaCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class K3Cache:
+    """One entry per layer of the model. Every operation returns a new cache and donates the old one."""
+
+    layers: tuple[LayerCache, ...]
+
+    @property
+    def capacity(self) -> tuple[int, int, int]:
+        """(slots, pages, page size), dummies included; 0 where the model has no such layer."""
+        slots = next((entry.state.shape[0] for entry in self.layers if isinstance(entry, KdaCache)), 0)
+        pools = [entry.latent for entry in self.layers if isinstance(entry, MlaCache)]
+        return slots, *(pools[0].shape[:2] if pools else (0, 0))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+def layer_cache(config: K3Config, layer: int, slots: int, pages: int, page_size: int, dtype: Any) -> LayerCache:
+    """A zeroed entry for `layer`."""
+    if config.is_mla(layer):
+        return MlaCache(jnp.zeros((pages, page_size, config.mla.latent_width), dtype))
+    heads, dim = config.kda.num_heads, config.kda.head_dim
+    window = (slots, config.kda.conv_kernel_size - 1, heads, 3, dim)
+    return KdaCache(jnp.zeros((slots, heads, dim, dim), jnp.float32), jnp.zeros(window, dtype))
+
+
+def create(config: K3Config, *, slots: int, pages: int, page_size: int, dtype: Any = jnp.bfloat16) -> K3Cache:
+    """Zeroed pools for `slots` states and `pages` pages of `page_size` tokens, dummies included."""
+    for name, value, least in (("slots", slots, 2), ("pages", pages, 2), ("page_size", page_size, 1)):
+        if value < least:
+            raise ValueError(f"{name} is {value}, expected at least {least} (number 0 is the dummy)")
+    return K3Cache(
+        tuple(layer_cache(config, layer, slots, pages, page_size, dtype) for layer in range(config.num_layers))
+    )

@@ -1,0 +1,69 @@
+"""Gated multi-head latent attention without positional encoding (report section 2.1.2)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from k3jax.cache import MlaCache, Rows
+from k3jax.config import K3Config
+from k3jax.layers.norm import RmsNorm
+from k3jax.params import Tree
+from pallas import mla
+from pallas.dispatch import Implementation
+from pallas.precision import einsum
+
+FEW_QUERIES = 16
+"""Up to this many queries per row attention is absorbed; beyond, keys and values are expanded."""
+
+
+class Mla(nnx.Module):
+    """Latent attention over the own tokens, or over a paged cache."""
+
+    def __init__(self, config: K3Config, parameters: Tree, implementation: Implementation) -> None:
+        self.in_proj = nnx.Param(parameters["in_proj"])
+        self.q_norm = RmsNorm(parameters["q_norm"], config.mla.norm_eps)
+        self.kv_norm = RmsNorm(parameters["kv_norm"], config.mla.norm_eps)
+        self.q_up = nnx.Param(parameters["q_up"])
+        self.key_up = nnx.Param(parameters["key_up"])
+        self.value_up = nnx.Param(parameters["value_up"])
+        self.gate = nnx.Param(parameters["gate"])
+        self.out = nnx.Param(parameters["out"])
+        self.q_rank, self.kv_rank = config.mla.q_lora_rank, config.mla.kv_lora_rank
+        self.scale = config.mla.scale
+        self.implementation: Implementation = implementation
+
+    def project(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H Q"], Float[Array, "B T L"]]:
+        """Queries, and the latent rows to be cached: normalised latent and raw shared key."""
+        projected = einsum("btd,rd->btr", x, self.in_proj[...])
+        compressed = projected[..., self.q_rank : self.q_rank + self.kv_rank]
+        shared = projected[..., self.q_rank + self.kv_rank :]
+        query = einsum("btr,hqr->bthq", self.q_norm(projected[..., : self.q_rank]), self.q_up[...])
+        return query, jnp.concatenate([self.kv_norm(compressed), shared], axis=-1)
+
+    def attend(
+        self, query: Float[Array, "B T H Q"], latent: Float[Array, "B T L"], rows: Rows, cache: MlaCache | None
+    ) -> tuple[Float[Array, "B T H V"], MlaCache | None]:
+        """Causal attention over the cached rows and the new ones, which are stored."""
+        up = (self.key_up[...], self.value_up[...])
+        options = {"scale": self.scale, "implementation": self.implementation}
+        if cache is None:
+            return mla.prefill(query, latent, *up, jnp.zeros_like(rows.length), **options), None
+        tokens = query.shape[1]
+        pool = mla.write_pages(cache.latent, latent, rows.page_table, rows.length, rows.valid(tokens))
+        if tokens <= FEW_QUERIES:
+            output = mla.decode(query, pool, rows.page_table, *up, rows.length, **options)
+        else:
+            cached = mla.gather_pages(pool, rows.page_table).astype(query.dtype)
+            output = mla.prefill(query, cached, *up, rows.length, **options)
+        return output, MlaCache(pool)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], rows: Rows, cache: MlaCache | None
+    ) -> tuple[Float[Array, "B T D"], MlaCache | None]:
+        """The layer's output and the updated cache."""
+        query, latent = self.project(x)
+        output, cache = self.attend(query, latent, rows, cache)
+        logits = einsum("btd,hvd->bthv", x, self.gate[...])
+        gate = jax.nn.sigmoid(logits.astype(jnp.float32)).astype(x.dtype)
+        return einsum("bthv,dhv->btd", output * gate, self.out[...]), cache

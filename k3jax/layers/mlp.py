@@ -1,0 +1,25 @@
+"""The dense MLP with the SiTU activation."""
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from k3jax.config import K3Config
+from k3jax.params import Tree
+from pallas.activation import situ
+from pallas.precision import einsum
+
+
+class Mlp(nnx.Module):
+    """down(SiTU(gate(x), up(x))): layer 0 and the shared experts."""
+
+    def __init__(self, config: K3Config, parameters: Tree) -> None:
+        self.gate_up = nnx.Param(parameters["gate_up"])
+        self.down = nnx.Param(parameters["down"])
+        self.beta = config.situ_beta
+        self.linear_beta = config.situ_linear_beta
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """Applies the MLP to the last axis."""
+        hidden = einsum("...d,ifd->...if", x, self.gate_up[...])
+        activation = situ(hidden[..., 0, :], hidden[..., 1, :], beta=self.beta, linear_beta=self.linear_beta)
+        return einsum("...f,df->...d", activation, self.down[...])

@@ -1,0 +1,160 @@
+"""The pure step functions. Each compiles once per batch size, token bucket and page-table width.
+
+A model is split once into a static graph and a flat tuple of arrays; passing thousands of leaves
+through `nnx.jit` would cost tens of milliseconds a call.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int32
+
+from k3jax import sampling
+from k3jax.cache import K3Cache, Rows
+from k3jax.model import K3, LayerTrace
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """The static half of a model. Compared by identity, so that a call hashes nothing large."""
+
+    definition: nnx.GraphDef[K3]
+    structure: jax.tree_util.PyTreeDef
+
+    def merge(self, leaves: tuple[Array, ...]) -> K3:
+        """The model with these arrays."""
+        return nnx.merge(self.definition, jax.tree.unflatten(self.structure, leaves))
+
+
+def split(model: K3) -> tuple[Graph, tuple[Array, ...]]:
+    """The static graph of `model` and its arrays."""
+    definition, state = nnx.split(model)
+    leaves, structure = jax.tree.flatten(state)
+    return Graph(definition, structure), tuple(leaves)
+
+
+class Forward(NamedTuple):
+    """Result of `forward` and `extend`."""
+
+    logits: Float[Array, "B T V"]
+    cache: K3Cache | None
+    trace: tuple[LayerTrace, ...]
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "trace"))
+def forward(
+    graph: Graph, leaves: tuple[Array, ...], rows: Rows, ids: Int32[Array, "B T"], *, trace: bool = False
+) -> Forward:
+    """Logits of every position of whole sequences, without a cache."""
+    model = graph.merge(leaves)
+    output = model(ids, rows, trace=trace)
+    return Forward(model.logits(output.hidden), None, output.trace)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "trace"), donate_argnames="cache")
+def extend(
+    graph: Graph,
+    leaves: tuple[Array, ...],
+    cache: K3Cache,
+    rows: Rows,
+    ids: Int32[Array, "B T"],
+    *,
+    trace: bool = False,
+) -> Forward:
+    """Logits of every position of a continuation. Donates the cache."""
+    model = graph.merge(leaves)
+    output = model(ids, rows, cache, trace=trace)
+    return Forward(model.logits(output.hidden), output.cache, output.trace)
+
+
+class Prefill(NamedTuple):
+    """Result of `prefill`."""
+
+    logits: Float[Array, "B V"]
+    cache: K3Cache
+
+
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames="cache")
+def prefill(
+    graph: Graph, leaves: tuple[Array, ...], cache: K3Cache, rows: Rows, ids: Int32[Array, "B T"]
+) -> Prefill:
+    """Stores one chunk of each row; logits follow its last valid token. Donates the cache."""
+    model = graph.merge(leaves)
+    output = model(ids, rows, cache)
+    last = jnp.maximum(rows.query_length - 1, 0)[:, None, None]
+    hidden = jnp.take_along_axis(output.hidden, jnp.broadcast_to(last, (*last.shape[:2], output.hidden.shape[2])), 1)
+    assert output.cache is not None
+    return Prefill(model.logits(hidden[:, 0]), output.cache)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeState:
+    """Everything that changes from step to step; one array per field, so that nothing recompiles."""
+
+    cache: K3Cache
+    rows: Rows
+    """`query_length` is 1 for running rows and 0 for rows that are done or empty."""
+    token: Int32[Array, " B"]
+    """Sampled last, not yet in the cache."""
+    remaining: Int32[Array, " B"]
+    """Tokens that may still be sampled."""
+    history: sampling.History
+
+
+class Emitted(NamedTuple):
+    """What one step produced."""
+
+    token: Int32[Array, " B"]
+    logprob: Float[Array, " B"]
+    valid: Bool[Array, " B"]
+    """Rows that were running."""
+    finite: Bool[Array, " B"]
+    """False where a running row's logits held a NaN or an infinity."""
+
+
+def accept(
+    state: DecodeState, logits: Float[Array, "B V"], params: sampling.Sampling, stop_ids: Int32[Array, "B S"]
+) -> tuple[DecodeState, Emitted]:
+    """Samples the next token of each running row and retires rows that stop.
+
+    `stop_ids` is padded with -1. `state.rows` describes the rows that `logits` belong to, already advanced.
+    """
+    running = state.rows.query_length > 0
+    sampled = sampling.sample(logits, params, state.history, running)
+    remaining = jnp.where(running, state.remaining - 1, state.remaining)
+    stopped = jnp.any(sampled.token[:, None] == stop_ids, axis=1) | (remaining <= 0)
+    query_length = jnp.where(running & ~stopped, 1, 0).astype(jnp.int32)
+    finite = jnp.all(jnp.isfinite(logits), axis=-1) | ~running
+    rows = dataclasses.replace(state.rows, query_length=query_length)
+    emitted = Emitted(sampled.token, sampled.logprob, running, finite)
+    return DecodeState(state.cache, rows, sampled.token, remaining, sampled.history), emitted
+
+
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
+def decode(
+    graph: Graph,
+    leaves: tuple[Array, ...],
+    state: DecodeState,
+    params: sampling.Sampling,
+    stop_ids: Int32[Array, "B S"],
+) -> tuple[DecodeState, Emitted]:
+    """Feeds each running row's last token and samples the next one. Donates the state."""
+    model = graph.merge(leaves)
+    output = model(state.token[:, None], state.rows, state.cache)
+    assert output.cache is not None
+    logits = model.logits(output.hidden[:, 0])
+    state = dataclasses.replace(state, cache=output.cache, rows=state.rows.advance())
+    return accept(state, logits, params, stop_ids)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def start(
+    state: DecodeState, logits: Float[Array, "B V"], params: sampling.Sampling, stop_ids: Int32[Array, "B S"]
+) -> tuple[DecodeState, Emitted]:
+    """Samples the first token of each row from its prefill logits. Donates the state."""
+    return accept(state, logits, params, stop_ids)

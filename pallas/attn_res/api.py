@@ -1,0 +1,56 @@
+"""Public functions of Block Attention Residuals (report section 2.2, equations 8 to 10)."""
+
+import functools
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas.attn_res import xla
+from pallas.attn_res.types import Summary
+from pallas.dispatch import Implementation, select
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "implementation"))
+def mix(
+    sources: tuple[Float[Array, "*batch D"], ...],
+    prefix: Float[Array, "*batch D"],
+    norm: Float[Array, " D"],
+    query: Float[Array, " D"],
+    *,
+    eps: float = 1e-5,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch D"]:
+    """Attention of one pseudo-query over frozen block `sources` and the running `prefix`.
+
+    Keys are the RMS-normalised sources times `norm`, values are the raw sources. Scores, softmax and
+    mix in float32, rounded once. Without sources the result is the prefix.
+    """
+    return select(implementation, xla=xla.mix)(sources, prefix, norm, query, eps=eps)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "implementation"))
+def summarize(
+    sources: tuple[Float[Array, "*batch D"], ...],
+    norms: Float[Array, "sites D"],
+    queries: Float[Array, "sites D"],
+    *,
+    eps: float = 1e-5,
+    implementation: Implementation = None,
+) -> Summary:
+    """Phase one: all `sites` pseudo-queries of a block over the block's frozen sources."""
+    return select(implementation, xla=xla.summarize)(sources, norms, queries, eps=eps)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "implementation"))
+def merge(
+    summary: Summary,
+    site: int | Array,
+    prefix: Float[Array, "*batch D"],
+    norm: Float[Array, " D"],
+    query: Float[Array, " D"],
+    *,
+    eps: float = 1e-5,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch D"]:
+    """Phase two: merges the live `prefix` into row `site` of a summary by online softmax."""
+    return select(implementation, xla=xla.merge)(summary, site, prefix, norm, query, eps=eps)

@@ -1,0 +1,17 @@
+"""Data that passes between the two phases of AttnRes."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float
+
+
+class Summary(NamedTuple):
+    """Unnormalised attention of several pseudo-queries over frozen sources, per site and token.
+
+    `maximum` is the largest score, `total` the sum of exp(score - maximum), `mixed` the sum of
+    exp(score - maximum) times the source. All float32.
+    """
+
+    maximum: Float[Array, "sites *batch"]
+    total: Float[Array, "sites *batch"]
+    mixed: Float[Array, "sites *batch D"]

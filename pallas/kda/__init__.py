@@ -1,0 +1,9 @@
+"""Kimi Delta Attention: prefill, decode, verify and commit, and the affine form for context parallelism."""
+
+from pallas.kda.api import affine, commit, compose, decode, prefill, recurrent, verify
+from pallas.kda.types import Affine, Decode, KdaWeights, Pools, Prefill, Records, Verify
+
+__all__ = [
+    "Affine", "Decode", "KdaWeights", "Pools", "Prefill", "Records", "Verify",
+    "affine", "commit", "compose", "decode", "prefill", "recurrent", "verify",
+]

@@ -1,0 +1,145 @@
+"""The portable KDA backend in plain JAX: any device, head size, activation dtype, and differentiable."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from pallas.kda.chunked import chunked
+from pallas.kda.inputs import TokenInputs, gated_norm, token_inputs, window_at
+from pallas.kda.reference import scan_tokens, step, write_token
+from pallas.kda.types import Affine, Decode, KdaWeights, Pools, Prefill, Records, Verify
+
+
+def valid_tokens(tokens: int, length: Int32[Array, "B"]) -> Bool[Array, "B T"]:
+    """True for the first `length` tokens of each row."""
+    return jnp.arange(tokens, dtype=jnp.int32)[None] < length[:, None]
+
+
+def prefill(
+    qkvz: Float[Array, "B T H 4 D"],
+    decay_logits: Float[Array, "B T H D"],
+    beta_logits: Float[Array, "B T H"],
+    weights: KdaWeights,
+    state: Float32[Array, "B H D D"],
+    window: Float[Array, "B 3 H 3 D"],
+    length: Int32[Array, "B"],
+    boundaries: Int32[Array, "B N"] | None,
+    lower_bound: float,
+    norm_eps: float,
+) -> Prefill:
+    """`api.prefill`, in chunks."""
+    valid = valid_tokens(qkvz.shape[1], length)
+    inputs = token_inputs(qkvz, decay_logits, beta_logits, weights, window, valid, lower_bound)
+    position = None if boundaries is None else jnp.clip(boundaries, 0, length[:, None])
+    readings, final, captured = chunked(inputs, state, position)
+    output = gated_norm(readings, qkvz[..., 3, :], weights.norm, norm_eps)
+    output = jnp.where(valid[:, :, None, None], output, jnp.zeros_like(output))
+    raw = qkvz[..., :3, :]
+    windows = None if position is None else window_at(raw, window, position)
+    return Prefill(output, final, window_at(raw, window, length), captured, windows)
+
+
+def affine(
+    qkvz: Float[Array, "B T H 4 D"],
+    decay_logits: Float[Array, "B T H D"],
+    beta_logits: Float[Array, "B T H"],
+    weights: KdaWeights,
+    window: Float[Array, "B 3 H 3 D"],
+    length: Int32[Array, "B"],
+    lower_bound: float,
+) -> Affine:
+    """`api.affine`: the recurrence on the state [I | 0] with values [0 | v] carries both parts at once."""
+    rows, tokens, heads, _, channels = qkvz.shape
+    valid = valid_tokens(tokens, length)
+    inputs = token_inputs(qkvz, decay_logits, beta_logits, weights, window, valid, lower_bound)
+    value = jnp.concatenate([jnp.zeros_like(inputs.value), inputs.value], axis=-1)
+    start = jnp.eye(channels, 2 * channels, dtype=jnp.float32)
+    start = jnp.broadcast_to(start[None, None], (rows, heads, channels, 2 * channels))
+    _, end, _ = chunked(inputs._replace(value=value), start, None)
+    return Affine(end[..., :channels], end[..., channels:])
+
+
+def compose(first: Affine, second: Affine) -> Affine:
+    """`api.compose`."""
+
+    def apply(state: jax.Array) -> jax.Array:
+        return jnp.matmul(second.transition, state, precision=jax.lax.Precision.HIGHEST)
+
+    return Affine(apply(first.transition), apply(first.local_state) + second.local_state)
+
+
+def targets(slot: Int32[Array, "B"], pool: Array) -> Int32[Array, "B"]:
+    """Where a row writes: its slot, or for the dummy slot 0 past the end, where a scatter drops it."""
+    return jnp.where(slot == 0, pool.shape[0], slot)
+
+
+def decode(
+    qkvz: Float[Array, "B H 4 D"],
+    decay_logits: Float[Array, "B H D"],
+    beta_logits: Float[Array, "B H"],
+    weights: KdaWeights,
+    state_pool: Float32[Array, "S H D D"],
+    window_pool: Float[Array, "S 3 H 3 D"],
+    slot: Int32[Array, "B"],
+    fresh: Bool[Array, "B"],
+    lower_bound: float,
+    norm_eps: float,
+) -> Decode:
+    """`api.decode`."""
+    live = slot != 0
+    state = jnp.where(fresh[:, None, None, None], 0.0, state_pool[slot])
+    window = window_pool[slot]
+    window = jnp.where(fresh[:, None, None, None, None], jnp.zeros_like(window), window)
+    raw = qkvz[:, None]
+    inputs = token_inputs(raw, decay_logits[:, None], beta_logits[:, None], weights, window, live[:, None], lower_bound)
+    state, reading, _ = step(state, TokenInputs(*(x[:, 0] for x in inputs)))
+    output = gated_norm(reading, qkvz[..., 3, :], weights.norm, norm_eps)
+    output = jnp.where(live[:, None, None], output, jnp.zeros_like(output))
+    window = jnp.concatenate([window[:, 1:], raw[..., :3, :].astype(window.dtype)], axis=1)
+    place = targets(slot, state_pool)
+    return Decode(
+        output, state_pool.at[place].set(state, mode="drop"), window_pool.at[place].set(window, mode="drop")
+    )
+
+
+def verify(
+    qkvz: Float[Array, "B W H 4 D"],
+    decay_logits: Float[Array, "B W H D"],
+    beta_logits: Float[Array, "B W H"],
+    weights: KdaWeights,
+    state_pool: Float32[Array, "S H D D"],
+    window_pool: Float[Array, "S 3 H 3 D"],
+    slot: Int32[Array, "B"],
+    length: Int32[Array, "B"],
+    lower_bound: float,
+    norm_eps: float,
+) -> Verify:
+    """`api.verify`."""
+    valid = valid_tokens(qkvz.shape[1], length) & (slot != 0)[:, None]
+    inputs = token_inputs(qkvz, decay_logits, beta_logits, weights, window_pool[slot], valid, lower_bound)
+    _, readings, records = scan_tokens(inputs, state_pool[slot])
+    output = gated_norm(readings, qkvz[..., 3, :], weights.norm, norm_eps)
+    return Verify(jnp.where(valid[:, :, None, None], output, jnp.zeros_like(output)), records)
+
+
+def commit(
+    records: Records,
+    qkvz: Float[Array, "B W H 4 D"],
+    state_pool: Float32[Array, "S H D D"],
+    window_pool: Float[Array, "S 3 H 3 D"],
+    slot: Int32[Array, "B"],
+    accepted: Int32[Array, "B"],
+) -> Pools:
+    """`api.commit`."""
+
+    def replay(state: jax.Array, item: tuple[jax.Array, Records]) -> tuple[jax.Array, None]:
+        index, record = item
+        written = write_token(state, record.key, record.decay, record.write)
+        return jnp.where((index < accepted)[:, None, None, None], written, state), None
+
+    index = jnp.arange(qkvz.shape[1], dtype=jnp.int32)
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), records)
+    state, _ = jax.lax.scan(replay, state_pool[slot], (index, tokens))
+    window = window_at(qkvz[..., :3, :], window_pool[slot], accepted).astype(window_pool.dtype)
+    place = targets(slot, state_pool)
+    return Pools(state_pool.at[place].set(state, mode="drop"), window_pool.at[place].set(window, mode="drop"))

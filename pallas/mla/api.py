@@ -1,0 +1,53 @@
+"""Public functions of latent attention (report section 2.1.2).
+
+A cached row is `[latent | shared key]`: R compressed values that give every head's keys and values,
+and C key values that all heads share. Nothing is rotated.
+"""
+
+import functools
+
+import jax
+from jaxtyping import Array, Float, Int32
+
+from pallas.dispatch import Implementation, select
+from pallas.mla import pages, xla
+
+gather_pages = pages.gather
+write_pages = pages.write
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "implementation"))
+def prefill(
+    query: Float[Array, "B T H Q"],
+    latents: Float[Array, "B S L"],
+    key_up: Float[Array, "H K R"],
+    value_up: Float[Array, "H V R"],
+    start: Int32[Array, " B"],
+    *,
+    scale: float,
+    implementation: Implementation = None,
+) -> Float[Array, "B T H V"]:
+    """Causal attention in expanded form; query `t` of row `b` sees latents 0 .. start[b] + t.
+
+    Latents beyond that position may hold anything, NaN included. Softmax in float32.
+    """
+    return select(implementation, xla=xla.prefill)(query, latents, key_up, value_up, start, scale=scale)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "implementation"))
+def decode(
+    query: Float[Array, "B W H Q"],
+    pool: Float[Array, "pages page L"],
+    page_table: Int32[Array, "B P"],
+    key_up: Float[Array, "H K R"],
+    value_up: Float[Array, "H V R"],
+    start: Int32[Array, " B"],
+    *,
+    scale: float,
+    implementation: Implementation = None,
+) -> Float[Array, "B W H V"]:
+    """Causal attention in absorbed form for a few queries per row over paged latents.
+
+    Query `w` of row `b` sits at position start[b] + w, whose latent is already in the pool.
+    """
+    return select(implementation, xla=xla.decode)(query, pool, page_table, key_up, value_up, start, scale=scale)

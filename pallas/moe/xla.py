@@ -1,0 +1,123 @@
+"""Portable MoE: a gather of the chosen experts for a few tokens, expert blocks for many.
+
+`lax.ragged_dot` multiplies every row by every expert on the CPU and reaches 12 TFLOP/s on an H200, so
+many tokens are sorted by expert into blocks of rows that share one expert, and each block is one
+dense product. Blocks of unused capacity are skipped.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas.activation import situ
+from pallas.moe.mxfp4 import dequantize
+from pallas.moe.types import DenseExperts, Experts, PackedExperts, Routing
+from pallas.precision import einsum
+
+FEW_PAIRS = 64
+"""Up to this many (token, expert) pairs each pair gathers its own weights."""
+
+BLOCK = 32
+"""Rows per expert block."""
+
+
+def route(
+    x: Float[Array, "N D"],
+    router: Float[Array, "E D"],
+    correction_bias: Float[Array, " E"],
+    *,
+    k: int,
+    scaling: float,
+) -> Routing:
+    """See `pallas.moe.route`."""
+    logits = einsum("nd,ed->ne", x.astype(jnp.float32), router.astype(jnp.float32))
+    scores = jax.nn.sigmoid(logits)
+    _, ids = jax.lax.top_k(scores + correction_bias[None], k)
+    chosen = jnp.take_along_axis(scores, ids, axis=-1)
+    weights = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20) * scaling
+    return Routing(ids, weights)
+
+
+def _take(experts: Experts, index: Int32[Array, "*blocks"], dtype: jnp.dtype) -> DenseExperts:
+    """The weights of the experts named by `index`, decoded."""
+    chosen = jax.tree.map(lambda array: array[index], experts)
+    if isinstance(chosen, DenseExperts):
+        return chosen
+    return DenseExperts(
+        dequantize(chosen.gate_up_packed, chosen.gate_up_scale, dtype),
+        dequantize(chosen.down_packed, chosen.down_scale, dtype),
+    )
+
+
+def _expert_mlp(
+    x: Float[Array, "*blocks M L"], weights: DenseExperts, beta: float, linear_beta: float
+) -> Float[Array, "*blocks M L"]:
+    hidden = einsum("...ml,...ifl->...imf", x, weights.gate_up)
+    activation = situ(hidden[..., 0, :, :], hidden[..., 1, :, :], beta=beta, linear_beta=linear_beta)
+    return einsum("...mf,...lf->...ml", activation, weights.down)
+
+
+class _Blocks(NamedTuple):
+    """Where each (token, expert) pair goes when every expert's pairs are padded to whole blocks."""
+
+    row: Int32[Array, " pairs"]
+    expert: Int32[Array, " blocks"]
+    used: Int32[Array, ""]
+
+
+def _blocks(pair_expert: Int32[Array, " pairs"], num_experts: int, block: int) -> _Blocks:
+    pairs = pair_expert.shape[0]
+    count = jnp.bincount(pair_expert, length=num_experts).astype(jnp.int32)
+    block_end = jnp.cumsum((count + block - 1) // block)
+    block_start = jnp.concatenate([jnp.zeros(1, jnp.int32), block_end[:-1].astype(jnp.int32)])
+    order = jnp.argsort(pair_expert, stable=True).astype(jnp.int32)
+    sorted_expert = pair_expert[order]
+    rank = jnp.arange(pairs, dtype=jnp.int32) - (jnp.cumsum(count) - count)[sorted_expert].astype(jnp.int32)
+    row = jnp.zeros(pairs, jnp.int32).at[order].set(block_start[sorted_expert] * block + rank)
+    capacity = min(-(-pairs // block) + num_experts, pairs)
+    expert = jnp.searchsorted(block_end, jnp.arange(capacity, dtype=jnp.int32), side="right")
+    return _Blocks(row, jnp.minimum(expert, num_experts - 1).astype(jnp.int32), block_end[-1].astype(jnp.int32))
+
+
+def _by_block(
+    x: Float[Array, "N L"], ids: Int32[Array, "N k"], experts: Experts, beta: float, linear_beta: float
+) -> Float[Array, "N k L"]:
+    tokens, k = ids.shape
+    blocks = _blocks(ids.reshape(-1), experts[0].shape[0], BLOCK)
+    capacity = blocks.expert.shape[0]
+    rows = jnp.zeros((capacity * BLOCK, x.shape[1]), x.dtype).at[blocks.row].set(jnp.repeat(x, k, axis=0))
+    rows = rows.reshape(capacity, BLOCK, -1)
+
+    def one(_: None, item: tuple[Array, Array, Array]) -> tuple[None, Array]:
+        index, expert, block_rows = item
+
+        def compute() -> Array:
+            return _expert_mlp(block_rows, _take(experts, expert, x.dtype), beta, linear_beta)
+
+        return None, jax.lax.cond(index < blocks.used, compute, lambda: jnp.zeros_like(block_rows))
+
+    _, outputs = jax.lax.scan(one, None, (jnp.arange(capacity, dtype=jnp.int32), blocks.expert, rows))
+    return outputs.reshape(capacity * BLOCK, -1)[blocks.row].reshape(tokens, k, -1)
+
+
+def experts(
+    x: Float[Array, "N L"],
+    ids: Int32[Array, "N k"],
+    weights: Float[Array, "N k"],
+    experts: Experts,
+    *,
+    beta: float,
+    linear_beta: float,
+) -> Float[Array, "N L"]:
+    """See `pallas.moe.experts`."""
+    tokens, k = ids.shape
+    if tokens * k <= FEW_PAIRS:
+        rows = jnp.repeat(x, k, axis=0)[:, None]
+        chosen = _take(experts, ids.reshape(-1), x.dtype)
+        outputs = _expert_mlp(rows, chosen, beta, linear_beta).reshape(tokens, k, -1)
+    else:
+        outputs = _by_block(x, ids, experts, beta, linear_beta)
+    mixed = jnp.sum(weights[..., None] * outputs.astype(jnp.float32), axis=1)
+    return mixed.astype(x.dtype)

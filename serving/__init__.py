@@ -1,0 +1,1 @@
+"""The engine and its gRPC service; not built yet."""
