@@ -69,9 +69,7 @@ def place(
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, shards, dtype=dtype)
 
 
-def read_box(
-    spec: ParamSpec, box: Box, tensors: OpenTensors, dtype: np.dtype[Any], executor: Executor
-) -> np.ndarray:
+def read_box(spec: ParamSpec, box: Box, tensors: OpenTensors, dtype: np.dtype[Any], executor: Executor) -> np.ndarray:
     """The part of a parameter inside `box`, read from the tensors that fill it."""
     data = np.empty([stop - start for start, stop in box], dtype)
     # Large copies release the GIL; a thread per piece keeps several reads of a cold file going.
@@ -150,4 +148,3 @@ def _padding_problem(name: str, pieces: Sequence[HfPiece], tensors: OpenTensors)
         return []
     where = tuple(int(axis[0]) for axis in np.nonzero(wrong))
     return [f"{name}: padding must be zero, but element {list(where)} is {values[where]} ({wrong.sum()} in all)"]
-

@@ -7,21 +7,22 @@ backwards. Host memory is bounded by one parameter; the files are written throug
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.assemble import piece_view
-from checkpoints.checking import OTHER_PARTS, check, read_config
+from checkpoints.checking import OTHER_PARTS, read_config
 from checkpoints.errors import CheckpointError
 from checkpoints.native import partial_path, tree_dtype
-from checkpoints.reading import Progress
-from checkpoints.shards import Plan, ShardPlan, plan_bytes, plan_count, plan_like, plan_released
+from checkpoints.shards import Plan, ShardPlan, make_plan
 from checkpoints.source import CONFIG, INDEX, NUMPY_DTYPE, OpenTensors, Source
+from checkpoints.streaming import Keys, Progress, dotted, reported, tree_bytes
 from k3jax import params
 from k3jax.config import K3Config
 
@@ -46,25 +47,29 @@ def export(
     Model-dtype values are rounded to bfloat16, which is exact for values that came from a checkpoint. Appears
     atomically. Raises `CheckpointError` for a tree that is not `config`'s, or a path that cannot be written.
     """
-    if sum(option is not None for option in (shards, max_shard_bytes, like)) > 1:
-        raise ValueError("pass at most one of shards, max_shard_bytes and like")
     tree_dtype(config, tree)
-    source = None if like is None else check(like, config)
-    if source is not None:
-        plan = plan_like(source)
-    elif shards is not None:
-        plan = plan_count(config, shards)
-    elif max_shard_bytes is not None:
-        plan = plan_bytes(config, max_shard_bytes)
-    else:
-        plan = plan_released(config)
+    plan = make_plan(config, shards=shards, max_shard_bytes=max_shard_bytes, like=like)
+    total = tree_bytes(params.model_specs(config), jnp.bfloat16)
+    write_released(path, config, reported(params.flatten(tree), total, progress), plan)
+
+
+def write_released(
+    path: str | Path, config: K3Config, parameters: Iterable[tuple[Keys, jax.Array]], plan: Plan
+) -> None:
+    """Writes every parameter of `config` by `plan`, each dropped before the next is asked for."""
+    specs = dict(params.flatten(params.model_specs(config)))
     with _atomic_directory(Path(path)) as directory:
-        _write_small_files(directory, config, plan, like)
-        with ExitStack() as stack:
-            files = _OutputFiles(directory, plan, stack)
-            _write_parameters(files, config, tree, progress)
-            if source is not None:
-                _copy_other_parts(files, source)
+        _write_small_files(directory, config, plan)
+        files = _OutputFiles(directory, plan)
+        for keys, array in parameters:
+            values = _to_host(dotted(keys), array)
+            for piece in specs[keys].pieces:
+                target = piece_view(piece, files.view(piece.name))
+                target[...] = values[piece.index].astype(target.dtype)
+            files.flush()
+        if plan.like is not None:
+            _copy_other_parts(files, plan.like)
+            files.flush()
 
 
 @contextmanager
@@ -87,13 +92,12 @@ def _atomic_directory(path: Path) -> Iterator[Path]:
 class _OutputFiles:
     """Writable, zero-filled views of the tensors of a plan; a shard is created when first touched."""
 
-    def __init__(self, directory: Path, plan: Plan, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, plan: Plan) -> None:
         self._directory = directory
         self._shard_of = {name: shard for shard in plan.shards for name in shard.header.tensors}
         self._maps: dict[str, np.memmap[Any, np.dtype[np.uint8]]] = {}
         for shard in plan.shards:
             _reserve(directory / shard.file, shard)
-        stack.callback(self._maps.clear)
 
     def view(self, name: str) -> np.ndarray:
         shard = self._shard_of[name]
@@ -111,27 +115,11 @@ def _reserve(file: Path, shard: ShardPlan) -> None:
     """Creates a shard with its header and zeros; a full disk fails here, not in a memory map."""
     with file.open("xb") as handle:
         handle.write(shard.header_bytes)
-        if shard.header.file_bytes > len(shard.header_bytes):
-            handle.flush()
+        handle.flush()
+        if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(handle.fileno(), 0, shard.header.file_bytes)
-
-
-def _write_parameters(
-    files: _OutputFiles, config: K3Config, tree: Mapping[str, Any], progress: Progress | None
-) -> None:
-    specs = dict(params.flatten(params.model_specs(config)))
-    arrays = dict(params.flatten(tree))
-    total = sum(array.nbytes for array in arrays.values())
-    done = 0
-    for keys, spec in specs.items():
-        values = _to_host(".".join(keys), arrays[keys])
-        for piece in spec.pieces:
-            target = piece_view(piece, files.view(piece.name))
-            target[...] = values[piece.index].astype(target.dtype)
-        files.flush()
-        done += arrays[keys].nbytes
-        if progress is not None:
-            progress(done, total)
+        else:
+            handle.truncate(shard.header.file_bytes)
 
 
 def _to_host(name: str, array: Any) -> np.ndarray:
@@ -148,15 +136,11 @@ def _copy_other_parts(files: _OutputFiles, source: Source) -> None:
                 files.view(name)[...] = tensors.view(name)
 
 
-def _write_small_files(directory: Path, config: K3Config, plan: Plan, like: str | Path | None) -> None:
+def _write_small_files(directory: Path, config: K3Config, plan: Plan) -> None:
     if plan.index is not None:
         (directory / INDEX).write_bytes(plan.index)
-    if like is not None and Path(like).is_dir() and read_config(like) == config:
-        shutil.copyfile(Path(like) / CONFIG, directory / CONFIG)
+    known = None if plan.like is None else plan.like.directory / CONFIG
+    if known is not None and known.is_file() and read_config(known.parent) == config:
+        shutil.copyfile(known, directory / CONFIG)
     else:
         (directory / CONFIG).write_text(json.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")
-
-
-def tensor_names(plans: Sequence[ShardPlan]) -> list[str]:
-    """Tensors of all shards, in file order."""
-    return [name for shard in plans for name in shard.header.tensors]

@@ -79,7 +79,8 @@ def read_header(path: Path) -> Header:
 def _not_safetensors(length: int, file_bytes: int) -> str:
     if file_bytes < LENGTH_BYTES:
         return f"is truncated or not a safetensors file ({file_bytes} bytes)"
-    return f"is truncated or not a safetensors file (its first 8 bytes announce a header of {length} bytes, it has {file_bytes})"
+    announced = f"its first 8 bytes announce a header of {length} bytes, it has {file_bytes}"
+    return f"is truncated or not a safetensors file ({announced})"
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ complete. One group is in flight at a time, which bounds the host memory of savi
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,23 @@ import numpy as np
 
 from checkpoints import orbax_adapter
 from checkpoints.errors import CheckpointError
-from checkpoints.reading import Progress, Shardings, dotted, insert, model_dtype, parameter_bytes, targets
-from checkpoints.source import CONFIG
+from checkpoints.source import CONFIG, NATIVE_MANIFEST
+from checkpoints.streaming import (
+    Keys,
+    Progress,
+    Shardings,
+    dotted,
+    model_dtype,
+    nested,
+    reported,
+    targets,
+    tree_bytes,
+)
 from k3jax import params
 from k3jax.config import K3Config
 
-MANIFEST = "checkpoint.json"
 PARAMETERS = "parameters"
 FORMAT = {"format": "k3jax-orbax", "version": 1}
-
-Keys = tuple[str, ...]
 
 
 def save(path: str | Path, config: K3Config, tree: Mapping[str, Any], *, progress: Progress | None = None) -> None:
@@ -46,45 +53,44 @@ def save(path: str | Path, config: K3Config, tree: Mapping[str, Any], *, progres
 
 
 def restore(
-    path: str | Path, shardings: Shardings | None = None, *, dtype: Any = None, progress: Progress | None = None
+    path: str | Path,
+    shardings: Shardings | None = None,
+    *,
+    config: K3Config | None = None,
+    dtype: Any = None,
+    progress: Progress | None = None,
 ) -> tuple[K3Config, params.Tree]:
     """Restores a saved checkpoint onto `shardings` (default: the default device), whatever it was saved from.
 
     `dtype` is the model's: None keeps the saved one; float32 casts bfloat16 exactly, the opposite is refused.
+    `config`, if given, must be the stored one.
     Names, shapes and dtypes of all groups are compared before data is read, because orbax would cast silently.
     """
     root = Path(path)
+    stored, saved = read_manifest(root)
+    if config not in (None, stored):
+        raise CheckpointError(f"{root}: was saved with another configuration than the one given")
+    total = tree_bytes(params.model_specs(stored), saved if dtype is None else model_dtype(dtype))
+    return stored, nested(reported(stream(root, shardings, dtype=dtype), total, progress))
+
+
+def stream(root: Path, shardings: Shardings | None = None, *, dtype: Any = None) -> Iterator[tuple[Keys, jax.Array]]:
+    """Yields the parameters of a saved checkpoint, one group in memory at a time; see `restore`."""
     config, saved = read_manifest(root)
     wanted = saved if dtype is None else model_dtype(dtype)
     if wanted.itemsize < saved.itemsize:
         raise CheckpointError(f"{root}: saved in {saved}, which {wanted} cannot hold exactly; restore without dtype")
-    specs = params.model_specs(config)
-    placement = targets(dict(params.flatten(specs)), shardings)
-    if problems := _stored_problems(root, config, saved):
-        raise CheckpointError(f"{root} cannot be used", problems)
-    total = sum(parameter_bytes(spec, wanted) for _, spec in params.flatten(specs))
-    tree: params.Tree = {}
-    done = 0
-    for group, members in groups(config).items():
-        flat = dict(params.flatten(members))
-        for keys, array in params.flatten(_read_group(root / PARAMETERS / group, flat, placement, wanted)):
-            insert(tree, keys, array)
-        done += sum(parameter_bytes(spec, wanted) for spec in flat.values())
-        if progress is not None:
-            progress(done, total)
-    return config, tree
+    placement = targets(dict(params.flatten(params.model_specs(config))), shardings)
+    check_stored(root, config, saved)
+    for group, specs in groups(config).items():
+        yield from params.flatten(_read_group(root / PARAMETERS / group, specs, placement, wanted))
 
 
 def groups(config: K3Config) -> dict[str, params.Tree]:
     """Specs by group: each decoder layer, and everything else as `model`."""
     specs = params.model_specs(config)
     layers = specs.pop("layers")
-    return {"model": specs} | {f"layer_{int(layer):03d}": {"layers": {layer: specs_}} for layer, specs_ in layers.items()}
-
-
-def is_native(path: str | Path) -> bool:
-    """Whether `path` holds a checkpoint of this format."""
-    return (Path(path) / MANIFEST).is_file()
+    return {"model": specs} | {f"layer_{int(layer):03d}": {"layers": {layer: tree}} for layer, tree in layers.items()}
 
 
 def begin(path: str | Path, *, resume: bool) -> Path:
@@ -118,7 +124,7 @@ def write_groups(
 ) -> None:
     """Writes every group that is not complete yet; `produce` turns a group's specs into its arrays."""
     members = groups(config)
-    sizes = {name: sum(parameter_bytes(spec, dtype) for _, spec in params.flatten(tree)) for name, tree in members.items()}
+    sizes = {name: tree_bytes(specs, dtype) for name, specs in members.items()}
     done = 0
     for name, specs in members.items():
         target = partial / PARAMETERS / name
@@ -141,32 +147,26 @@ def commit(partial: Path, path: str | Path, config: K3Config, dtype: np.dtype[An
             shutil.rmtree(leftover)  # a group that was being written when an earlier run was killed
         manifest = {**FORMAT, "dtype": str(dtype), "groups": names}
         (partial / CONFIG).write_text(json.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        (partial / NATIVE_MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         partial.rename(path)
     orbax_adapter.barrier("checkpoint-committed")
 
 
 def read_manifest(root: Path) -> tuple[K3Config, np.dtype[Any]]:
     """Configuration and model dtype of a saved checkpoint."""
-    if not is_native(root):
+    if not (root / NATIVE_MANIFEST).is_file():
         unfinished = partial_path(root).exists() and not root.exists()
-        hint = "a conversion that has not finished; run it again" if unfinished else f"no {MANIFEST} there"
+        hint = "a conversion that has not finished; run it again" if unfinished else f"no {NATIVE_MANIFEST} there"
         raise CheckpointError(f"{root}: is not a saved checkpoint ({hint})")
     try:
-        manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((root / NATIVE_MANIFEST).read_text(encoding="utf-8"))
         seen = {key: manifest[key] for key in FORMAT}
         dtype = model_dtype(manifest["dtype"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{root / MANIFEST}: cannot be used ({error})") from error
+        raise CheckpointError(f"{root / NATIVE_MANIFEST}: cannot be used ({error})") from error
     if seen != FORMAT:
-        raise CheckpointError(f"{root / MANIFEST}: is {seen}, expected {FORMAT}")
+        raise CheckpointError(f"{root / NATIVE_MANIFEST}: is {seen}, expected {FORMAT}")
     return K3Config.from_file(root / CONFIG), dtype
-
-
-def tree_problems(config: K3Config, tree: Mapping[str, Any], dtype: np.dtype[Any]) -> list[str]:
-    """Where arrays differ from `config`'s parameters in name, shape or dtype."""
-    found = {keys: (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for keys, leaf in params.flatten(tree)}
-    return _differences(dict(params.flatten(params.model_specs(config))), found, dtype)
 
 
 def tree_dtype(config: K3Config, tree: Mapping[str, Any]) -> np.dtype[Any]:
@@ -174,17 +174,15 @@ def tree_dtype(config: K3Config, tree: Mapping[str, Any]) -> np.dtype[Any]:
     flat = dict(params.flatten(tree))
     embedding = flat.get(("embedding",))
     dtype = model_dtype(jnp.bfloat16 if embedding is None else embedding.dtype)
-    if problems := tree_problems(config, tree, dtype):
+    found = {keys: (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for keys, leaf in flat.items()}
+    if problems := _differences(dict(params.flatten(params.model_specs(config))), found, dtype):
         raise CheckpointError("the parameters do not fit the configuration", problems)
     return dtype
 
 
 def select(flat: Mapping[Keys, Any], specs: Mapping[str, Any]) -> params.Tree:
     """The part of a flat tree that `specs` describes, nested."""
-    part: params.Tree = {}
-    for keys, _ in params.flatten(specs):
-        insert(part, keys, flat[keys])
-    return part
+    return nested((keys, flat[keys]) for keys, _ in params.flatten(specs))
 
 
 def _differences(
@@ -201,7 +199,8 @@ def _differences(
     return problems
 
 
-def _stored_problems(root: Path, config: K3Config, dtype: np.dtype[Any]) -> list[str]:
+def check_stored(root: Path, config: K3Config, dtype: np.dtype[Any]) -> None:
+    """Compares every stored name, shape and dtype with `config`; reads metadata only, raises `CheckpointError`."""
     problems: list[str] = []
     for group, members in groups(config).items():
         directory = root / PARAMETERS / group
@@ -214,17 +213,18 @@ def _stored_problems(root: Path, config: K3Config, dtype: np.dtype[Any]) -> list
             problems.append(f"{PARAMETERS}/{group}: metadata cannot be read ({_first_line(error)})")
             continue
         problems += _differences(dict(params.flatten(members)), found, dtype)
-    return problems
+    if problems:
+        raise CheckpointError(f"{root} cannot be used", problems)
 
 
 def _read_group(
-    directory: Path, specs: Mapping[Keys, params.ParamSpec], placement: Mapping[Keys, Any], dtype: np.dtype[Any]
+    directory: Path, specs: Mapping[str, Any], placement: Mapping[Keys, Any], dtype: np.dtype[Any]
 ) -> params.Tree:
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    abstract: params.Tree = {}
-    for keys, spec in specs.items():
-        sharding = placement[keys] or default
-        insert(abstract, keys, jax.ShapeDtypeStruct(spec.shape, spec.array_dtype(dtype), sharding=sharding))
+    abstract = nested(
+        (keys, jax.ShapeDtypeStruct(spec.shape, spec.array_dtype(dtype), sharding=placement[keys] or default))
+        for keys, spec in params.flatten(specs)
+    )
     try:
         return orbax_adapter.read(directory, abstract)
     except Exception as error:  # tensorstore reports damaged data under several types

@@ -1,10 +1,14 @@
 """Which tensor goes into which file at which byte: the layouts that an export can have."""
 
+import bisect
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from checkpoints.checking import check
 from checkpoints.errors import CheckpointError
 from checkpoints.header import ITEM_BYTES, LENGTH_BYTES, Header, TensorEntry
 from checkpoints.source import INDEX, SINGLE, Source
@@ -34,6 +38,27 @@ class Plan:
 
     shards: tuple[ShardPlan, ...]
     index: bytes | None
+    like: Source | None = None
+    """The checkpoint whose layout this is."""
+
+
+def make_plan(
+    config: K3Config,
+    *,
+    shards: int | None = None,
+    max_shard_bytes: int | None = None,
+    like: str | Path | None = None,
+) -> Plan:
+    """The layout that at most one option selects; see `export`."""
+    if sum(option is not None for option in (shards, max_shard_bytes, like)) > 1:
+        raise ValueError("give at most one of shards, max_shard_bytes and like")
+    if like is not None:
+        return plan_like(check(like, config))
+    if shards is not None:
+        return plan_count(config, shards)
+    if max_shard_bytes is not None:
+        return plan_bytes(config, max_shard_bytes)
+    return plan_released(config)
 
 
 def plan_released(config: K3Config) -> Plan:
@@ -44,23 +69,16 @@ def plan_released(config: K3Config) -> Plan:
 
 
 def plan_count(config: K3Config, count: int) -> Plan:
-    """`count` files of about equal size, tensors in the order of the model."""
-    tensors = params.hf_tensors(params.model_specs(config))
+    """`count` files of about equal size, none empty, tensors in the order of the model."""
+    tensors = list(params.hf_tensors(params.model_specs(config)).items())
     if not 0 < count <= len(tensors):
-        raise CheckpointError(f"shards is {count}, expected 1..{len(tensors)} (one tensor per file at most)")
-    total, done = sum(map(_nbytes, tensors.values())), 0
-    files: list[dict[str, tuple[tuple[int, ...], str]]] = [{} for _ in range(count)]
-    current = 0
-    for position, (name, tensor) in enumerate(tensors.items()):
-        left = len(tensors) - position
-        full = bool(files[current]) and done * count >= total * (current + 1)
-        if current + 1 < count and (full or left < count - current):
-            current += 1
-        if files[current] and left == count - current - 1 and current + 1 < count:
-            current += 1
-        files[current][name] = tensor
-        done += _nbytes(tensor)
-    return _plan(files)
+        raise CheckpointError(f"shards is {count}, expected 1..{len(tensors)} (no file may be empty)")
+    ends = list(itertools.accumulate(_nbytes(tensor) for _, tensor in tensors))
+    cuts = [0]
+    for number in range(1, count):
+        even = bisect.bisect_left(ends, ends[-1] * number // count)
+        cuts.append(min(max(even, cuts[-1] + 1), len(tensors) - count + number))
+    return _plan([dict(tensors[start:stop]) for start, stop in itertools.pairwise([*cuts, len(tensors)])])
 
 
 def plan_bytes(config: K3Config, limit: int) -> Plan:
@@ -85,7 +103,7 @@ def plan_like(source: Source) -> Plan:
         with (source.directory / file).open("rb") as handle:
             shards.append(ShardPlan(file, header, handle.read(header.data_start)))
     index = None if source.index is None else (source.directory / INDEX).read_bytes()
-    return Plan(tuple(shards), index)
+    return Plan(tuple(shards), index, source)
 
 
 def _plan(files: Sequence[Tensors]) -> Plan:
@@ -96,25 +114,25 @@ def _plan(files: Sequence[Tensors]) -> Plan:
 
 def _shard(file: str, tensors: Tensors) -> ShardPlan:
     """Tensors in the order of the safetensors library: wider dtypes first, then by name."""
-    order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name][1]], name))
-    stops: list[int] = []
-    for name in order:
-        stops.append((stops[-1] if stops else 0) + _nbytes(tensors[name]))
-    starts = [0, *stops[:-1]]
-    text = _header_text(tensors, zip(order, starts, stops, strict=True))
-    data_start = len(text)
-    entries = {
-        name: TensorEntry(tensors[name][1], tensors[name][0], data_start + start, data_start + stop)
-        for name, start, stop in zip(order, starts, stops, strict=True)
-    }
-    return ShardPlan(file, Header(dict(METADATA), entries, data_start, data_start + (stops[-1] if stops else 0)), text)
-
-
-def _header_text(tensors: Tensors, ranges: Iterable[tuple[str, int, int]]) -> bytes:
-    fields: dict[str, object] = {"__metadata__": METADATA}
-    for name, start, stop in ranges:
+    entries: dict[str, TensorEntry] = {}
+    end = 0
+    for name in sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name][1]], name)):
         shape, dtype = tensors[name]
-        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+        entries[name] = TensorEntry(dtype, shape, end, end + _nbytes(tensors[name]))
+        end = entries[name].stop
+    text = _header_text(entries)
+    placed = {
+        name: dataclasses.replace(entry, start=entry.start + len(text), stop=entry.stop + len(text))
+        for name, entry in entries.items()
+    }
+    return ShardPlan(file, Header(dict(METADATA), placed, len(text), len(text) + end), text)
+
+
+def _header_text(entries: Mapping[str, TensorEntry]) -> bytes:
+    """The length and the JSON of a header; `entries` count from the beginning of the data."""
+    fields: dict[str, object] = {"__metadata__": METADATA}
+    for name, entry in entries.items():
+        fields[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.start, entry.stop]}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text

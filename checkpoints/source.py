@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.errors import CheckpointError
@@ -16,9 +16,11 @@ from checkpoints.header import Header, HeaderError, TensorEntry, read_header
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+NATIVE_MANIFEST = "checkpoint.json"
+"""Marks a directory that `save` or `convert` wrote."""
 
 NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "BF16": np.dtype(jnp.bfloat16),
     "F32": np.dtype(np.float32),
     "U8": np.dtype(np.uint8),
 }

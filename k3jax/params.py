@@ -52,7 +52,13 @@ class ParamSpec:
     dtype: ParamDtype
     axes: tuple[str | None, ...]
     init: Init
-    pieces: tuple[HfPiece, ...]
+    source: tuple[HfPiece, ...] | Callable[[], tuple[HfPiece, ...]]
+    """The pieces, or a function that makes them: K3's experts have half a million."""
+
+    @property
+    def pieces(self) -> tuple[HfPiece, ...]:
+        """The released tensors that fill this parameter."""
+        return self.source() if callable(self.source) else self.source
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
@@ -194,16 +200,19 @@ def _experts(config: K3Config, name: str) -> Tree:
 
     def stack(parts: tuple[str, ...], rows: int, cols: int, kind: str, init: Init) -> ParamSpec:
         columns = cols // (2 if kind == "packed" else SCALE_GROUP)
-        pieces = tuple(
-            piece(
-                f"{name}.{expert}.{part}.weight_{kind}",
-                (rows, columns),
-                "uint8",
-                index=(expert, i) if len(parts) > 1 else (expert,),
+
+        def pieces() -> tuple[HfPiece, ...]:
+            return tuple(
+                piece(
+                    f"{name}.{expert}.{part}.weight_{kind}",
+                    (rows, columns),
+                    "uint8",
+                    index=(expert, i) if len(parts) > 1 else (expert,),
+                )
+                for expert in range(count)
+                for i, part in enumerate(parts)
             )
-            for expert in range(count)
-            for i, part in enumerate(parts)
-        )
+
         if len(parts) > 1:
             axes: tuple[str | None, ...] = ("experts", None, "expert_ffn", "latent")
             return ParamSpec((count, len(parts), rows, columns), "uint8", axes, init, pieces)

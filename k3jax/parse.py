@@ -6,6 +6,7 @@ both take token ids, where only real control tokens are markers, or text.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from k3jax import control_tokens
 from k3jax.parse_calls import Delta, ToolCall
@@ -78,11 +79,11 @@ class StreamParser:
         self._machine = ChannelMachine(_PREFILLED[prefilled] if prefilled else Channel.OUTSIDE)
         self._finish_reason: str | None = None
 
-    def push(self, piece: int | Iterable[int] | str) -> list[Delta]:
+    def push(self, piece: SupportsIndex | Iterable[int] | str) -> list[Delta]:
         """The deltas that a piece (an id, ids or text) completes."""
         if isinstance(piece, str):
             return self._consume(self._text_lexer().push(piece))
-        return self._consume(self._id_lexer().push((piece,) if isinstance(piece, int) else piece))
+        return self._consume(self._id_lexer().push(piece if isinstance(piece, Iterable) else (int(piece),)))
 
     def finish(self, finish_reason: str | None = None) -> list[Delta]:
         """The last deltas; `finish_reason` is the engine's, if known."""
@@ -173,7 +174,8 @@ def reasoning_ended(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
     opened = [tokenizer.control_id(control_tokens.OPEN), *name, sep]
     closed = [tokenizer.control_id(control_tokens.CLOSE), *name, sep]
     for at in range(len(ids) - len(opened), -1, -1):
-        window = list(ids[at : at + len(opened)])
-        if window in (opened, closed):
-            return window == closed
+        if ids[at] == opened[0] or ids[at] == closed[0]:
+            window = list(ids[at : at + len(opened)])
+            if window in (opened, closed):
+                return window == closed
     return False

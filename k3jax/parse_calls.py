@@ -89,17 +89,18 @@ class CallAssembler:
 
     def tag(self, tag: Tag) -> tuple[list[Delta], bool]:
         """The deltas of a tag, and whether it was part of the tools channel."""
-        deltas: list[Delta] = []
         if self._value is not None:
             if not tag.opens and tag.name in ("", self._value.element):
                 return self._end_value(), True
             if (tag.opens, tag.name) not in _ENDS_VALUE:
                 return self.text(tag.raw), True
-            deltas += self._end_value()
-        if not self._open:
-            return (deltas + self._begin_call(tag), True) if tag.opens and tag.name == "call" else (deltas, False)
-        more, taken = self._inside_call(tag)
-        return deltas + more, taken
+            deltas = self._end_value()
+            # The message may not end inside a value; that is a call which was cut off.
+            more, taken = (self._end_call(complete=False), False) if tag.name == "message" else self._inside_call(tag)
+            return deltas + more, taken
+        if self._open:
+            return self._inside_call(tag)
+        return (self._begin_call(tag), True) if tag.opens and tag.name == "call" else ([], False)
 
     def finish(self) -> list[Delta]:
         """Ends an unfinished call: a string is closed, the part of another value dropped."""
@@ -119,7 +120,7 @@ class CallAssembler:
             return self._end_call(complete=True), True
         if not tag.opens and tag.name in ("argument", "json", "think", "response"):
             return [], True  # closes nothing that is open
-        return self._end_call(complete=not tag.opens and tag.name == "tools"), False
+        return self._end_call(complete=True), False
 
     def _begin_call(self, tag: Tag) -> list[Delta]:
         self._open = True

@@ -44,19 +44,19 @@ class IdLexer:
     """Events from token ids, a character at a time even when its bytes come in several tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._token_bytes = tokenizer.token_bytes
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         self._events = {tokenizer.control_id(name): Event(kind, name) for name, kind in MARKERS.items()}
         self._events |= {id_: Event(Kind.END, tokenizer.control[id_]) for id_ in tokenizer.eos_ids}
 
     def push(self, ids: Iterable[int]) -> list[Event]:
         """Events that `ids` complete. Raises ValueError for an id out of range."""
         events: list[Event] = []
-        run: list[int] = []
+        run: list[bytes] = []
         for id_ in ids:
             event = self._events.get(id_)
             if event is None:
-                run.append(id_)
+                run.append(self._token_bytes(id_))
                 continue
             self._add_text(events, run, final=True)
             events.append(event)
@@ -70,8 +70,8 @@ class IdLexer:
         self._add_text(events, [], final=True)
         return events
 
-    def _add_text(self, events: list[Event], run: list[int], final: bool) -> None:
-        text = self._decoder.decode(self._tokenizer.decode_bytes(run), final)
+    def _add_text(self, events: list[Event], run: list[bytes], final: bool) -> None:
+        text = self._decode(b"".join(run), final)
         if text:
             events.append(Event(Kind.TEXT, text))
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from k3jax import sampling
 from k3jax.cache import K3Cache, Rows
 from k3jax.model import K3, LayerTrace
+from k3jax.sharding import Layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,17 +25,29 @@ class Graph:
 
     definition: nnx.GraphDef[K3]
     structure: jax.tree_util.PyTreeDef
+    layout: Layout | None = None
+    """Where caches live when the model is spread over a mesh."""
 
     def merge(self, leaves: tuple[Array, ...]) -> K3:
         """The model with these arrays."""
         return nnx.merge(self.definition, jax.tree.unflatten(self.structure, leaves))
 
+    def place(self, cache: K3Cache | None) -> K3Cache | None:
+        """Keeps a new cache where the old one was: donation needs it, and the next step compiles for it."""
+        if self.layout is None or cache is None:
+            return cache
+        return jax.lax.with_sharding_constraint(cache, self.layout.cache(cache))
 
-def split(model: K3) -> tuple[Graph, tuple[Array, ...]]:
+    def replicate(self, values: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """A whole copy on every device, so that all of them sample the same token."""
+        return values if self.layout is None else jax.lax.with_sharding_constraint(values, self.layout.replicated)
+
+
+def split(model: K3, layout: Layout | None = None) -> tuple[Graph, tuple[Array, ...]]:
     """The static graph of `model` and its arrays."""
     definition, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
-    return Graph(definition, structure), tuple(leaves)
+    return Graph(definition, structure, layout), tuple(leaves)
 
 
 class Forward(NamedTuple):
@@ -68,7 +81,7 @@ def extend(
     """Logits of every position of a continuation. Donates the cache."""
     model = graph.merge(leaves)
     output = model(ids, rows, cache, trace=trace)
-    return Forward(model.logits(output.hidden), output.cache, output.trace)
+    return Forward(model.logits(output.hidden), graph.place(output.cache), output.trace)
 
 
 class Prefill(NamedTuple):
@@ -87,8 +100,9 @@ def prefill(
     output = model(ids, rows, cache)
     last = jnp.maximum(rows.query_length - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(output.hidden, jnp.broadcast_to(last, (*last.shape[:2], output.hidden.shape[2])), 1)
-    assert output.cache is not None
-    return Prefill(model.logits(hidden[:, 0]), output.cache)
+    stored = graph.place(output.cache)
+    assert stored is not None
+    return Prefill(graph.replicate(model.logits(hidden[:, 0])), stored)
 
 
 @jax.tree_util.register_dataclass
@@ -120,16 +134,16 @@ class Emitted(NamedTuple):
 def accept(
     state: DecodeState, logits: Float[Array, "B V"], params: sampling.Sampling, stop_ids: Int32[Array, "B S"]
 ) -> tuple[DecodeState, Emitted]:
-    """Samples the next token of each running row and retires rows that stop.
+    """Samples the next token of each running row and retires rows that stop or whose logits are not finite.
 
     `stop_ids` is padded with -1. `state.rows` describes the rows that `logits` belong to, already advanced.
     """
     running = state.rows.query_length > 0
     sampled = sampling.sample(logits, params, state.history, running)
     remaining = jnp.where(running, state.remaining - 1, state.remaining)
-    stopped = jnp.any(sampled.token[:, None] == stop_ids, axis=1) | (remaining <= 0)
-    query_length = jnp.where(running & ~stopped, 1, 0).astype(jnp.int32)
     finite = jnp.all(jnp.isfinite(logits), axis=-1) | ~running
+    stopped = jnp.any(sampled.token[:, None] == stop_ids, axis=1) | (remaining <= 0) | ~finite
+    query_length = jnp.where(running & ~stopped, 1, 0).astype(jnp.int32)
     rows = dataclasses.replace(state.rows, query_length=query_length)
     emitted = Emitted(sampled.token, sampled.logprob, running, finite)
     return DecodeState(state.cache, rows, sampled.token, remaining, sampled.history), emitted
@@ -146,9 +160,10 @@ def decode(
     """Feeds each running row's last token and samples the next one. Donates the state."""
     model = graph.merge(leaves)
     output = model(state.token[:, None], state.rows, state.cache)
-    assert output.cache is not None
-    logits = model.logits(output.hidden[:, 0])
-    state = dataclasses.replace(state, cache=output.cache, rows=state.rows.advance())
+    stored = graph.place(output.cache)
+    assert stored is not None
+    logits = graph.replicate(model.logits(output.hidden[:, 0]))
+    state = dataclasses.replace(state, cache=stored, rows=state.rows.advance())
     return accept(state, logits, params, stop_ids)
 
 
@@ -158,3 +173,10 @@ def start(
 ) -> tuple[DecodeState, Emitted]:
     """Samples the first token of each row from its prefill logits. Donates the state."""
     return accept(state, logits, params, stop_ids)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def retire(state: DecodeState, keep: Bool[Array, " B"]) -> DecodeState:
+    """Ends the rows that are not kept, whatever they have left to say. Donates the state."""
+    query_length = jnp.where(keep, state.rows.query_length, 0)
+    return dataclasses.replace(state, rows=dataclasses.replace(state.rows, query_length=query_length))

@@ -65,7 +65,8 @@ class Tokenizer:
 
     def token_bytes(self, id_: int) -> bytes:
         """The bytes of one token; a control token's are its name. Raises ValueError out of range."""
-        self._require_ids([id_])
+        if not 0 <= id_ < len(self._pieces):
+            raise ValueError(self._out_of_range(id_))
         return self._pieces[id_]
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
@@ -92,13 +93,12 @@ class Tokenizer:
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of `ids`, joined. Raises ValueError for an id out of range."""
         ids = list(ids)
-        self._require_ids(ids)
+        if ids and not 0 <= min(ids) <= max(ids) < len(self._pieces):
+            raise ValueError(self._out_of_range(min(ids) if min(ids) < 0 else max(ids)))
         return b"".join(map(self._pieces.__getitem__, ids))
 
-    def _require_ids(self, ids: list[int]) -> None:
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            bad = next(id_ for id_ in ids if not 0 <= id_ < self.vocab_size)
-            raise ValueError(f"token id {bad} is out of range; the vocabulary has ids 0 to {self.vocab_size - 1}")
+    def _out_of_range(self, id_: int) -> str:
+        return f"token id {id_} is out of range; the vocabulary has ids 0 to {self.vocab_size - 1}"
 
     def _encode_piece(self, piece: str) -> list[int]:
         # The batch call skips the offsets, which halves the time of a long text.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas.activation import situ
+from pallas.moe import grouped
 from pallas.moe.mxfp4 import dequantize
 from pallas.moe.types import DenseExperts, Experts, PackedExperts, Routing
 from pallas.precision import einsum
@@ -117,6 +118,8 @@ def experts(
         rows = jnp.repeat(x, k, axis=0)[:, None]
         chosen = _take(experts, ids.reshape(-1), x.dtype)
         outputs = _expert_mlp(rows, chosen, beta, linear_beta).reshape(tokens, k, -1)
+    elif isinstance(experts, DenseExperts):
+        return grouped.experts(x, ids, weights, experts, beta=beta, linear_beta=linear_beta)
     else:
         outputs = _by_block(x, ids, experts, beta, linear_beta)
     mixed = jnp.sum(weights[..., None] * outputs.astype(jnp.float32), axis=1)

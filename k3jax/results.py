@@ -1,0 +1,61 @@
+"""What a generation leaves behind: what was said, why it ended, and how long it took."""
+
+import dataclasses
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One row's outcome."""
+
+    prompt_tokens: int
+    ids: list[int]
+    """Every sampled token, the one that stopped it included."""
+    logprobs: list[float]
+    """Log-probability of each token under the model, before penalties and temperature."""
+    text: str | None
+    """None without a tokenizer. Ends before a stop string."""
+    finish_reason: FinishReason
+    """'stop': a stop id or stop string; 'length': max_tokens or the cache; 'error': see `error`."""
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """Times of one `generate` call, in seconds, and sizes, in bytes. Compilation is counted on its own."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    steps: int
+    """Decode steps after the first token."""
+    first_token_seconds: float
+    """From the call to the first token on the host, compilation included."""
+    prefill_seconds: float
+    """The same without compilation."""
+    decode_seconds: float
+    compile_seconds: float
+    compilations: int
+    weight_bytes: int
+    cache_bytes: int
+    """KDA states, convolution windows and latent pages of all rows."""
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Prompt tokens of all rows per second of prefill."""
+        return self.prompt_tokens / self.prefill_seconds
+
+    @property
+    def milliseconds_per_token(self) -> float:
+        """Time of one decode step, which gives every running row a token; 0 without steps."""
+        return 1e3 * self.decode_seconds / self.steps if self.steps else 0.0
+
+    def summary(self) -> dict[str, float]:
+        """All figures by name, rates included."""
+        rates = {
+            "prefill_tokens_per_second": round(self.prefill_tokens_per_second, 1),
+            "milliseconds_per_token": round(self.milliseconds_per_token, 3),
+        }
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: round(value, 4) if isinstance(value, float) else value for name, value in fields.items()} | rates

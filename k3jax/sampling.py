@@ -1,0 +1,230 @@
+"""Sampling: every setting is an array with one value per row, so that one program serves all requests.
+
+Order, as in vLLM: penalties, temperature, min-p, top-k, top-p, draw. All in float32.
+
+    repetition  l <- l / r if l > 0 else l * r       tokens in the prompt or the output
+    frequency   l <- l - f * count                   count: occurrences in the output
+    presence    l <- l - p                           tokens in the output
+    min-p       drop p_i < min_p * max(p)
+    top-k       keep the k best; ties with the k-th stay
+    top-p       keep the best tokens until their mass reaches p; ties with the last one stay
+
+The draw is argmax(l + Gumbel noise). Noise depends on the row's seed and position alone, so that a row
+draws the same token whatever its neighbours and the batch size are.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this one mean argmax."""
+
+
+class SamplingError(ValueError):
+    """A sampling setting out of its range."""
+
+
+class _Range(NamedTuple):
+    """Where a setting may lie; `low_open` leaves `low` itself out."""
+
+    low: float
+    high: float
+    dtype: type
+    low_open: bool = False
+
+    def admits(self, value: float) -> bool:
+        """Whether `value` is finite and inside."""
+        above = value > self.low if self.low_open else value >= self.low
+        return math.isfinite(value) and above and value <= self.high
+
+    def __str__(self) -> str:
+        if math.isinf(self.high):
+            return f"a finite number {'above' if self.low_open else 'of at least'} {self.low:g}"
+        return f"a value in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}]"
+
+
+_RANGES = {
+    "temperature": _Range(0, math.inf, np.float32),
+    "top_k": _Range(-1, 2**31 - 1, np.int32),
+    "top_p": _Range(0, 1, np.float32, low_open=True),
+    "min_p": _Range(0, 1, np.float32),
+    "repetition_penalty": _Range(0, math.inf, np.float32, low_open=True),
+    "presence_penalty": _Range(-2, 2, np.float32),
+    "frequency_penalty": _Range(-2, 2, np.float32),
+    "seed": _Range(0, 2**32 - 1, np.uint32),
+}
+
+Setting = float | Sequence[float]
+"""One value for all rows, or one per row."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampling:
+    """How each row of a batch is sampled."""
+
+    temperature: Float32[Array, " B"]
+    """0 takes the most likely token (the lowest id on ties)."""
+    top_k: Int32[Array, " B"]
+    """0 or -1 keeps all tokens."""
+    top_p: Float32[Array, " B"]
+    min_p: Float32[Array, " B"]
+    repetition_penalty: Float32[Array, " B"]
+    presence_penalty: Float32[Array, " B"]
+    frequency_penalty: Float32[Array, " B"]
+    seed: UInt32[Array, " B"]
+
+    @classmethod
+    def of(
+        cls,
+        batch: int,
+        *,
+        temperature: Setting = 1.0,
+        top_k: Setting = 0,
+        top_p: Setting = 1.0,
+        min_p: Setting = 0.0,
+        repetition_penalty: Setting = 1.0,
+        presence_penalty: Setting = 0.0,
+        frequency_penalty: Setting = 0.0,
+        seed: Setting = 0,
+    ) -> "Sampling":
+        """Settings for `batch` rows, each given once for all rows or as a sequence of one per row.
+
+        Raises `SamplingError` that names the setting, the value and its range.
+        """
+        values = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "seed": seed,
+        }
+        return cls(**{name: jnp.asarray(_column(name, value, batch)) for name, value in values.items()})
+
+
+def _column(name: str, value: Setting, batch: int) -> np.ndarray:
+    """One checked value per row."""
+    allowed = _RANGES[name]
+    rows = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * batch
+    if len(rows) != batch:
+        raise SamplingError(f"{name} has {len(rows)} values, expected one number or {batch} of them, one per row")
+    whole = np.issubdtype(allowed.dtype, np.integer)
+    for item in rows:
+        if isinstance(item, bool) or not isinstance(item, int if whole else (int, float)) or not allowed.admits(item):
+            raise SamplingError(f"{name} is {item!r}, expected {'an integer, ' if whole else ''}{allowed}")
+    return np.asarray(rows, allowed.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class History:
+    """What a row has seen and said: the penalties and the noise depend on it."""
+
+    prompt: Bool[Array, "B V"]
+    """Tokens that occur in the prompt."""
+    count: Int32[Array, "B V"]
+    """Occurrences of each token in the output."""
+    position: Int32[Array, " B"]
+    """Position of the next token in the sequence."""
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], vocab_size: int) -> "History":
+        """Nothing said yet after `prompts`, whose ids must be below `vocab_size`."""
+        seen = np.zeros((len(prompts), vocab_size), bool)
+        for row, ids in zip(seen, prompts, strict=True):
+            row[list(ids)] = True
+        position = np.asarray([len(ids) for ids in prompts], np.int32)
+        return cls(jnp.asarray(seen), jnp.zeros(seen.shape, jnp.int32), jnp.asarray(position))
+
+    def append(self, token: Int32[Array, " B"], running: Bool[Array, " B"]) -> "History":
+        """After each running row has said its `token`."""
+        step = running.astype(jnp.int32)
+        rows = jnp.arange(token.shape[0], dtype=jnp.int32)
+        return dataclasses.replace(self, count=self.count.at[rows, token].add(step), position=self.position + step)
+
+
+class Sampled(NamedTuple):
+    """Result of `sample`."""
+
+    token: Int32[Array, " B"]
+    logprob: Float32[Array, " B"]
+    """Log-probability under the model itself, before penalties and temperature (as vLLM reports it)."""
+    history: History
+
+
+def sample(
+    logits: Float[Array, "B V"], params: Sampling, history: History, running: Bool[Array, " B"]
+) -> Sampled:
+    """The next token of each row; rows that are not running get token 0 and keep their history."""
+    raw = logits.astype(jnp.float32)
+    penalised = penalize(raw, params, history)
+    best = jnp.argmax(penalised, axis=-1).astype(jnp.int32)
+    random = params.temperature >= GREEDY_BELOW
+    # A conditional, not a second program: batches without randomness skip the sort and the noise.
+    token = jax.lax.cond(jnp.any(random & running), draw, lambda *_: best, penalised, params, history.position)
+    token = jnp.where(running, jnp.where(random, token, best), 0)
+    logprob = jnp.take_along_axis(jax.nn.log_softmax(raw), token[:, None], axis=-1)[:, 0]
+    return Sampled(token, logprob, history.append(token, running))
+
+
+def penalize(logits: Float32[Array, "B V"], params: Sampling, history: History) -> Float32[Array, "B V"]:
+    """Logits after the repetition, frequency and presence penalties."""
+    said = history.count > 0
+    factor = params.repetition_penalty[:, None]
+    repeated = jnp.where(logits > 0, logits / factor, logits * factor)
+    logits = jnp.where(history.prompt | said, repeated, logits)
+    logits -= params.frequency_penalty[:, None] * history.count.astype(jnp.float32)
+    return logits - jnp.where(said, params.presence_penalty[:, None], 0.0)
+
+
+def draw(
+    logits: Float32[Array, "B V"], params: Sampling, position: Int32[Array, " B"]
+) -> Int32[Array, " B"]:
+    """A random token of each row's filtered distribution."""
+    scaled = logits / jnp.maximum(params.temperature, GREEDY_BELOW)[:, None]
+    kept = keep_likely(scaled, params)
+    return jnp.argmax(kept + noise(params.seed, position, logits.shape[-1]), axis=-1).astype(jnp.int32)
+
+
+def noise(seed: UInt32[Array, " B"], position: Int32[Array, " B"], size: int) -> Float32[Array, "B V"]:
+    """Gumbel noise that depends on a row's own seed and position only."""
+
+    def row(seed: Array, position: Array) -> Array:
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (size,), jnp.float32)
+
+    return jax.vmap(row)(seed, position)
+
+
+def keep_likely(logits: Float32[Array, "B V"], params: Sampling) -> Float32[Array, "B V"]:
+    """Logits with everything that min-p, top-k and top-p drop set to minus infinity."""
+    floor = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(params.min_p)[:, None]
+    logits = jnp.where(logits < floor, -jnp.inf, logits)
+    filters = jnp.any((params.top_k > 0) | (params.top_p < 1))
+    return jax.lax.cond(filters, _keep_top, lambda logits, *_: logits, logits, params.top_k, params.top_p)
+
+
+def _keep_top(
+    logits: Float32[Array, "B V"], top_k: Int32[Array, " B"], top_p: Float32[Array, " B"]
+) -> Float32[Array, "B V"]:
+    """Top-k, then top-p over what is left: one sort finds the lowest logit that stays."""
+    size = logits.shape[-1]
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    rank = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)
+    kth = jnp.take_along_axis(ordered, rank[:, None] - 1, axis=-1)
+    ordered = jnp.where(ordered >= kth, ordered, -jnp.inf)
+    probability = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    # Rounding may carry the sum to 1 before the last token, so p = 1 is a case of its own.
+    inside = (before < top_p[:, None]) | (top_p[:, None] >= 1)
+    lowest = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= lowest, logits, -jnp.inf)

@@ -1,0 +1,180 @@
+"""KDA verify and commit as Mosaic GPU kernels, one block per (row, head), with the token arithmetic of decode.
+
+Verify keeps the state in registers over the tokens of a row, so its cost beyond the first token is latency alone; it never
+writes the pools. Commit replays u, k and g of the accepted prefix and rounds exactly as decode does.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas.kda.mosaic_decode import fetch_inputs, require_supported
+from pallas.kda.mosaic_token import (
+    CHANNELS, KEY_LAYOUT, ROWS, STATE_LAYOUT, VALUE_LAYOUT, gated_norm, log_decay, pl_ds, sigmoid, spread, step,
+    token_vectors, write_token,
+)
+from pallas.kda.types import KdaWeights, Pools, Records, Verify
+
+LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+MOST_TOKENS = 16
+
+
+def require_tokens(tokens: int) -> None:
+    """Raises `NotImplementedError` for more tokens a row than shared memory is laid out for."""
+    if tokens > MOST_TOKENS:
+        raise NotImplementedError(f"kda mosaic verify serves up to {MOST_TOKENS} tokens a row, got {tokens}")
+
+
+def verify(
+    qkvz: Float[Array, "B W H 4 D"],
+    decay_logits: Float[Array, "B W H D"],
+    beta_logits: Float[Array, "B W H"],
+    weights: KdaWeights,
+    state_pool: Float32[Array, "S H D D"],
+    window_pool: Float[Array, "S 3 H 3 D"],
+    slot: Int32[Array, "B"],
+    length: Int32[Array, "B"],
+    lower_bound: float,
+    norm_eps: float,
+    interpret: Any = None,
+) -> Verify:
+    """`api.verify`."""
+    rows, tokens, heads, _, channels = qkvz.shape
+    require_supported(channels, qkvz.dtype)
+    require_tokens(tokens)
+
+    def body(qkvz, decay, beta, conv, a_log, dt_bias, norm, state_pool, window_pool, slots, lengths,
+             output, write_out, key_out, decay_out, state, raw, taps, vectors, overlaps, strengths, inputs_ready, state_ready):
+        row, head = lax.axis_index("rows"), lax.axis_index("heads")
+        slot = slots[row]
+        length = jnp.where(slot == 0, 0, jnp.minimum(lengths[row], tokens))
+        zeros = jnp.zeros((CHANNELS,), jnp.float32)
+
+        def clear(token, _):
+            output[row, token, head] = zeros.astype(output.dtype)
+            for out in (write_out, key_out, decay_out):
+                out[row, token, head] = zeros
+
+        @pl.when(length > 0)
+        def _live():
+            plgpu.copy_gmem_to_smem(state_pool.at[slot, head], state, state_ready)
+            sources = [qkvz.at[row, token, head] for token in range(tokens)]
+            fetch_inputs(sources, conv, window_pool, slot, head, raw, taps, inputs_ready, tokens)
+            plgpu.barrier_wait(inputs_ready)
+            for token in range(tokens):
+                token_vectors(raw, taps, vectors, token)
+                decays = log_decay(decay[row, token, head], a_log[head], dt_bias[head], lower_bound)
+                vectors[ROWS * token + 4, :] = jnp.exp(decays)
+                overlaps[token] = (vectors[ROWS * token, :] * vectors[ROWS * token + 1, :]).sum()
+                strengths[token] = sigmoid(beta[row, token, head].astype(jnp.float32))
+
+                @pl.when(token < length)
+                def _record():
+                    decay_out[row, token, head] = decays
+                    key_out[row, token, head] = vectors[ROWS * token + 1, :]
+
+            weight = plgpu.load(norm, layout=VALUE_LAYOUT, optimized=False)
+            plgpu.barrier_wait(state_ready)
+
+            def advance(token, state):
+                state, reading, write = step(state, vectors, token, strengths[token], overlaps[token])
+                write_out[row, token, head] = write
+                gate = plgpu.load(vectors.at[ROWS * token + 3], layout=VALUE_LAYOUT)
+                output[row, token, head] = gated_norm(reading, gate, weight, norm_eps, output.dtype)
+                return state
+
+            lax.fori_loop(0, length, advance, plgpu.load(state, layout=STATE_LAYOUT))
+
+        lax.fori_loop(length, tokens, clear, None)
+
+    record = jax.ShapeDtypeStruct((rows, tokens, heads, channels), jnp.float32)
+    output, *records = plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct(record.shape, qkvz.dtype), record, record, record),
+        grid=(heads, rows),
+        grid_names=("heads", "rows"),
+        scratch_types=(
+            plgpu.SMEM((channels, channels), jnp.float32),
+            plgpu.SMEM((4 * (tokens + 3), channels), qkvz.dtype),
+            plgpu.SMEM((13, channels), jnp.float32),
+            plgpu.SMEM((ROWS * tokens, channels), jnp.float32),
+            plgpu.SMEM((tokens,), jnp.float32),
+            plgpu.SMEM((tokens,), jnp.float32),
+            plgpu.Barrier(num_arrivals=7 + tokens),
+            plgpu.Barrier(),
+        ),
+        compiler_params=LANE,
+        interpret=interpret,
+        kernel_name="kda_verify",
+    )(qkvz, decay_logits, beta_logits, *weights, state_pool, window_pool, slot, length)
+    return Verify(output, Records(*records))
+
+
+def commit(
+    records: Records,
+    qkvz: Float[Array, "B W H 4 D"],
+    state_pool: Float32[Array, "S H D D"],
+    window_pool: Float[Array, "S 3 H 3 D"],
+    slot: Int32[Array, "B"],
+    accepted: Int32[Array, "B"],
+    interpret: Any = None,
+) -> Pools:
+    """`api.commit`."""
+    rows, tokens, heads, _, channels = qkvz.shape
+    require_supported(channels, qkvz.dtype)
+    require_tokens(tokens)
+
+    def body(writes, keys, decays, qkvz, slots, counts, state_pool, window_pool,
+             state, raw, vectors, inputs_ready, state_ready):
+        row, head = lax.axis_index("rows"), lax.axis_index("heads")
+        slot = slots[row]
+        count = jnp.where(slot == 0, 0, jnp.minimum(counts[row], tokens))
+
+        @pl.when(count > 0)
+        def _live():
+            plgpu.copy_gmem_to_smem(state_pool.at[slot, head], state, state_ready)
+            for age in range(3):
+                plgpu.copy_gmem_to_smem(window_pool.at[slot, age, head], raw.at[pl_ds(4 * age, 3)], inputs_ready)
+            for token in range(tokens):
+                plgpu.copy_gmem_to_smem(qkvz.at[row, token, head], raw.at[pl_ds(4 * (token + 3), 4)], inputs_ready)
+                plgpu.copy_gmem_to_smem(keys.at[row, token, head], vectors.at[3 * token], inputs_ready)
+                plgpu.copy_gmem_to_smem(writes.at[row, token, head], vectors.at[3 * token + 1], inputs_ready)
+                vectors[3 * token + 2, :] = jnp.exp(decays[row, token, head])
+            plgpu.barrier_wait(inputs_ready)
+            plgpu.barrier_wait(state_ready)
+
+            def replay(token, state):
+                load = lambda row, layout: plgpu.load(vectors.at[3 * token + row], layout=layout)  # noqa: E731
+                key, retain = (spread(load(row, KEY_LAYOUT), 0, state.shape, STATE_LAYOUT) for row in (0, 2))
+                return write_token(state, key, retain, load(1, VALUE_LAYOUT))
+
+            state[...] = lax.fori_loop(0, count, replay, plgpu.load(state, layout=STATE_LAYOUT))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(state, state_pool.at[slot, head])
+            for age in range(3):
+                plgpu.copy_smem_to_gmem(raw.at[pl.ds(4 * (count + age), 3)], window_pool.at[slot, age, head])
+            plgpu.wait_smem_to_gmem(0)
+
+    states, windows = jax.new_ref(state_pool), jax.new_ref(window_pool)
+    plgpu.kernel(
+        body,
+        out_type=(),
+        grid=(heads, rows),
+        grid_names=("heads", "rows"),
+        scratch_types=(
+            plgpu.SMEM((channels, channels), jnp.float32),
+            plgpu.SMEM((4 * (tokens + 3), channels), qkvz.dtype),
+            plgpu.SMEM((3 * tokens, channels), jnp.float32),
+            plgpu.Barrier(num_arrivals=3 + 3 * tokens),
+            plgpu.Barrier(),
+        ),
+        compiler_params=LANE,
+        interpret=interpret,
+        kernel_name="kda_commit",
+    )(records.write, records.key, records.decay, qkvz, slot, accepted, states, windows)
+    return Pools(jax.freeze(states), jax.freeze(windows))
