@@ -59,7 +59,7 @@ def place(
     if sharding is None:
         whole = tuple((0, size) for size in spec.shape)
         return in_flight.add(jax.device_put(read_box(spec, whole, tensors, dtype, executor)))
-    devices: dict[Box, list[jax.Device]] = {}
+    devices: dict[Box, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
         devices.setdefault(_box(index or (), spec.shape), []).append(device)
     shards: list[jax.Array] = []

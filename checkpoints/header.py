@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -23,8 +23,7 @@ ITEM_BYTES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of a file: safetensors dtype name, shape, and `[start, stop)` bytes from the file's beginning."""
 
     dtype: str
@@ -68,7 +67,9 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise HeaderError(f"cannot be read ({error.strerror})") from error
     try:
-        fields = json.loads(text, object_pairs_hook=_unique_keys)
+        fields = json.loads(text)
+        if isinstance(fields, dict) and text.count(b'"data_offsets"') != len(fields.keys() - {"__metadata__"}):
+            json.loads(text, object_pairs_hook=_unique_keys)  # slow, and it names the repeated tensor
     except HeaderError:
         raise
     except (ValueError, RecursionError) as error:
@@ -108,7 +109,8 @@ def _entry(name: str, value: Any, data_start: int) -> TensorEntry:
         raise HeaderError(f"{name}: header entry is {value!r}, expected dtype, shape and data_offsets") from error
     if dtype not in ITEM_BYTES:
         raise HeaderError(f"{name}: unknown dtype {dtype!r}")
-    if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+    numbers = (*shape, start, stop)
+    if [type(number) for number in numbers] != [int] * len(numbers) or min(numbers) < 0:
         raise HeaderError(f"{name}: shape {shape} or data_offsets {[start, stop]} are not natural numbers")
     expected = math.prod(shape) * ITEM_BYTES[dtype]
     if stop - start != expected:

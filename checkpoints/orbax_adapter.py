@@ -18,19 +18,19 @@ Tree = dict[str, Any]
 
 def is_complete(path: Path) -> bool:
     """Whether `path` holds a tree whose `write` has finished."""
-    return path.is_dir() and ocp.is_orbax_checkpoint(path)
+    return path.is_dir() and ocp.is_orbax_checkpoint(str(path))
 
 
 def write(path: Path, tree: Mapping[str, Any]) -> None:
     """Writes a nested dict of arrays; `path` appears only once everything is on disk."""
     with _context():
-        ocp.save(path, dict(tree))
+        ocp.save(str(path), dict(tree))
 
 
 def describe(path: Path) -> dict[tuple[str, ...], tuple[tuple[int, ...], jnp.dtype]]:
     """Shape and dtype of every stored array, from the metadata alone."""
     with _context():
-        stored = ocp.metadata(path).metadata
+        stored = ocp.metadata(str(path)).metadata
     return {keys: (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for keys, leaf in _leaves(stored, ())}
 
 
@@ -40,7 +40,7 @@ def read(path: Path, abstract: Mapping[str, Any]) -> Tree:
     orbax casts silently to the requested dtypes; compare with `describe` first.
     """
     with _context():
-        return ocp.load(path, dict(abstract))
+        return ocp.load(str(path), dict(abstract))
 
 
 def barrier(name: str) -> None:

@@ -15,8 +15,6 @@ from checkpoints.source import INDEX, SINGLE, Source
 from k3jax import params
 from k3jax.config import K3Config
 
-METADATA = {"format": "pt"}
-"""What the released files say; loaders of other frameworks look for it."""
 ALIGNMENT = 8
 
 Tensors = Mapping[str, tuple[tuple[int, ...], str]]
@@ -122,15 +120,18 @@ def _shard(file: str, tensors: Tensors) -> ShardPlan:
         end = entries[name].stop
     text = _header_text(entries)
     placed = {
-        name: dataclasses.replace(entry, start=entry.start + len(text), stop=entry.stop + len(text))
+        name: entry._replace(start=entry.start + len(text), stop=entry.stop + len(text))
         for name, entry in entries.items()
     }
-    return ShardPlan(file, Header(dict(METADATA), placed, len(text), len(text) + end), text)
+    return ShardPlan(file, Header(None, placed, len(text), len(text) + end), text)
 
 
 def _header_text(entries: Mapping[str, TensorEntry]) -> bytes:
-    """The length and the JSON of a header; `entries` count from the beginning of the data."""
-    fields: dict[str, object] = {"__metadata__": METADATA}
+    """The length and the JSON of a header; `entries` count from the beginning of the data.
+
+    No `__metadata__`: only so do the 94 text files of K3 have the released sizes, to the byte.
+    """
+    fields: dict[str, object] = {}
     for name, entry in entries.items():
         fields[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.start, entry.stop]}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()

@@ -92,15 +92,24 @@ def _read_index(path: Path) -> dict[str, Any]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: has no weight_map; expected an object that maps tensors to shard files")
-    bad = [f"weight_map names {file!r} for {name}" for name, file in weight_map.items() if not _is_file_name(file)]
+    plain = {file for file in {*filter(_is_text, weight_map.values())} if _is_file_name(file)}
+    bad = [
+        f"weight_map names {file!r} for {name}"
+        for name, file in weight_map.items()
+        if not _is_text(file) or file not in plain
+    ]
     if bad:
         raise CheckpointError(f"{path}: shards must be plain .safetensors file names in the same directory", bad)
     return index
 
 
-def _is_file_name(file: Any) -> bool:
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_file_name(file: str) -> bool:
     """Whether an index entry stays inside the checkpoint's directory."""
-    return isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file
+    return file.endswith(".safetensors") and Path(file).name == file
 
 
 def _index_problems(index: Mapping[str, Any] | None, shards: Mapping[str, Header]) -> Iterator[str]:

@@ -5,9 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Int32
 
 from k3jax.config import K3Config
+
+Leaf = Any
+"""An array, or what a transformation puts in its place: a tracer, an abstract value, a sharding."""
 
 
 @jax.tree_util.register_dataclass
@@ -18,14 +21,14 @@ class Rows:
     A row with `query_length` 0 is padding: it uses slot 0 and page 0 and changes nothing.
     """
 
-    slot: Int32[Array, " B"]
-    """KDA slot; slot 0 is the dummy slot."""
-    page_table: Int32[Array, "B P"]
-    """MLA pages in order of position; page 0 is the dummy page."""
-    length: Int32[Array, " B"]
-    """Tokens already in the cache."""
-    query_length: Int32[Array, " B"]
-    """Valid tokens of this step."""
+    slot: Leaf
+    """int32 [B]: KDA slot; slot 0 is the dummy slot."""
+    page_table: Leaf
+    """int32 [B, P]: MLA pages in order of position; page 0 is the dummy page."""
+    length: Leaf
+    """int32 [B]: tokens already in the cache."""
+    query_length: Leaf
+    """int32 [B]: valid tokens of this step."""
 
     @property
     def fresh(self) -> Bool[Array, " B"]:
@@ -51,10 +54,10 @@ class Rows:
 class KdaCache:
     """Recurrent states and convolution windows of one KDA layer, by slot."""
 
-    state: Float[Array, "slots H D D"]
-    """float32, key by value."""
-    window: Float[Array, "slots 3 H 3 D"]
-    """Last three raw q, k, v rows, oldest first."""
+    state: Leaf
+    """float32 [slots, H, D, D]: key by value."""
+    window: Leaf
+    """[slots, 3, H, 3, D]: last three raw q, k, v rows, oldest first."""
 
     def read(self, rows: Rows) -> "KdaCache":
         """State and window of each row; zeros for rows that start a sequence."""
@@ -81,7 +84,8 @@ class KdaCache:
 class MlaCache:
     """Latent rows of one MLA layer, by page."""
 
-    latent: Float[Array, "pages page L"]
+    latent: Leaf
+    """[pages, page, L]: normalised latent and raw shared key."""
 
 
 LayerCache = KdaCache | MlaCache

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -17,7 +17,7 @@ class Compilations:
         self.count = 0
         self.seconds = 0.0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Compilations":
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         return self
 

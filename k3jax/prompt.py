@@ -2,12 +2,14 @@
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from k3jax.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | np.ndarray
+Prompt = str | Sequence[Any] | np.ndarray
+"""Text, or integer token ids."""
 
 
 class PromptError(ValueError):

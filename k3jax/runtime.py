@@ -1,7 +1,6 @@
 """A model that is loaded and ready to run."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from k3jax.config import K3Config
 from k3jax.model import K3
 from k3jax.params import Tree
 from k3jax.sharding import Layout
-from k3jax.states import States, observe
+from k3jax.states import States
 from k3jax.tokenizer import Tokenizer
 from pallas.dispatch import Implementation
 
@@ -108,13 +107,15 @@ class Model:
         rows = Rows(*(np.asarray(value, np.int32) for value in ([0], [[0]], [0], [len(tokens)])))
         return np.asarray(step.forward(self.graph, self.leaves, *self.place((rows, padded))).logits)[0, : len(tokens)]
 
-    def states(self, ids: prompt.Prompt, decode_ids: Sequence[int] = ()) -> States:
+    def states(self, ids: prompt.Prompt, decode_ids: prompt.Prompt = ()) -> States:
         """Everything the model keeps and computes for `ids`; `decode_ids` are then fed one at a time.
 
         Raises `PromptError` as `logits` does.
         """
+        from k3jax.observe import observe  # it builds on this class
+
         tokens = self.read(ids)
-        more = prompt.read(list(decode_ids), None, self.config.vocab_size, "decode_ids") if len(decode_ids) else []
+        more = prompt.read(decode_ids, self.tokenizer, self.config.vocab_size, "decode_ids") if len(decode_ids) else []
         prompt.require_room(tokens, self.max_length, tokens=len(more))
         return observe(self, tokens, more)
 

@@ -16,7 +16,7 @@ draws the same token whatever its neighbours and the batch size are.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,9 @@ class SamplingError(ValueError):
 
 
 class _Range(NamedTuple):
-    """Where a setting may lie; `low_open` leaves `low` itself out."""
+    """Where a setting may lie and what it is by default; `low_open` leaves `low` itself out."""
 
+    default: float
     low: float
     high: float
     dtype: type
@@ -51,18 +52,31 @@ class _Range(NamedTuple):
 
 
 _RANGES = {
-    "temperature": _Range(0, math.inf, np.float32),
-    "top_k": _Range(-1, 2**31 - 1, np.int32),
-    "top_p": _Range(0, 1, np.float32, low_open=True),
-    "min_p": _Range(0, 1, np.float32),
-    "repetition_penalty": _Range(0, math.inf, np.float32, low_open=True),
-    "presence_penalty": _Range(-2, 2, np.float32),
-    "frequency_penalty": _Range(-2, 2, np.float32),
-    "seed": _Range(0, 2**32 - 1, np.uint32),
+    "temperature": _Range(1.0, 0, math.inf, np.float32),
+    "top_k": _Range(0, -1, 2**31 - 1, np.int32),
+    "top_p": _Range(1.0, 0, 1, np.float32, low_open=True),
+    "min_p": _Range(0.0, 0, 1, np.float32),
+    "repetition_penalty": _Range(1.0, 0, math.inf, np.float32, low_open=True),
+    "presence_penalty": _Range(0.0, -2, 2, np.float32),
+    "frequency_penalty": _Range(0.0, -2, 2, np.float32),
+    "seed": _Range(0, 0, 2**32 - 1, np.uint32),
 }
 
 Setting = float | Sequence[float]
 """One value for all rows, or one per row."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword arguments of `Sampling.of` and `k3jax.generate`; what is left out changes nothing."""
+
+    temperature: Setting
+    top_k: Setting
+    top_p: Setting
+    min_p: Setting
+    repetition_penalty: Setting
+    presence_penalty: Setting
+    frequency_penalty: Setting
+    seed: Setting
 
 
 @jax.tree_util.register_dataclass
@@ -82,37 +96,19 @@ class Sampling:
     seed: UInt32[Array, " B"]
 
     @classmethod
-    def of(
-        cls,
-        batch: int,
-        *,
-        temperature: Setting = 1.0,
-        top_k: Setting = 0,
-        top_p: Setting = 1.0,
-        min_p: Setting = 0.0,
-        repetition_penalty: Setting = 1.0,
-        presence_penalty: Setting = 0.0,
-        frequency_penalty: Setting = 0.0,
-        seed: Setting = 0,
-    ) -> "Sampling":
+    def of(cls, batch: int, **settings: Unpack[SamplingOptions]) -> "Sampling":
         """Settings for `batch` rows, each given once for all rows or as a sequence of one per row.
 
         Raises `SamplingError` that names the setting, the value and its range.
         """
-        values = {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "presence_penalty": presence_penalty,
-            "frequency_penalty": frequency_penalty,
-            "seed": seed,
-        }
+        unknown = settings.keys() - _RANGES.keys()
+        if unknown:
+            raise SamplingError(f"unknown settings {sorted(unknown)}, expected some of {', '.join(_RANGES)}")
+        values = {name: settings.get(name, allowed.default) for name, allowed in _RANGES.items()}
         return cls(**{name: jnp.asarray(_column(name, value, batch)) for name, value in values.items()})
 
 
-def _column(name: str, value: Setting, batch: int) -> np.ndarray:
+def _column(name: str, value: Any, batch: int) -> np.ndarray:
     """One checked value per row."""
     allowed = _RANGES[name]
     rows = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * batch

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
 from k3jax import sampling
-from k3jax.cache import K3Cache, Rows
+from k3jax.cache import K3Cache, Leaf, Rows
 from k3jax.model import K3, LayerTrace
 from k3jax.sharding import Layout
 
@@ -113,10 +113,10 @@ class DecodeState:
     cache: K3Cache
     rows: Rows
     """`query_length` is 1 for running rows and 0 for rows that are done or empty."""
-    token: Int32[Array, " B"]
-    """Sampled last, not yet in the cache."""
-    remaining: Int32[Array, " B"]
-    """Tokens that may still be sampled."""
+    token: Leaf
+    """int32 [B]: sampled last, not yet in the cache."""
+    remaining: Leaf
+    """int32 [B]: tokens that may still be sampled."""
     history: sampling.History
 
 

@@ -43,7 +43,7 @@ def newton_schulz(matrices: Float32[Array, "n rows columns"], dtype: jnp.dtype) 
         precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
         return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=dtype)
 
-    def iterate(_: int, x: Array) -> Array:
+    def iterate(_: Array | int, x: Array) -> Array:
         gram = product(x, x, "nij,nkj->nik")
         polynomial = b * gram + c * product(gram, gram, "nij,njk->nik")
         return a * x + product(polynomial, x, "nij,njk->nik")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int32
 
 from k3jax.config import K3Config
@@ -42,12 +42,16 @@ class Metrics(NamedTuple):
 Step = Callable[[TrainState, Batch, Float32[Array, ""]], tuple[TrainState, Metrics]]
 
 
-def create_state(config: K3Config, seed: int, **options: Any) -> TrainState:
-    """Fresh parameters and optimizer state; `options` as for `optimizer.optimizer`."""
-    masters = specs.initialize(config, jax.random.key(seed))
-    return TrainState(
-        jnp.zeros((), jnp.int32), masters, optimizer(specs.training_specs(config), **options).init(masters)
-    )
+def create_state(config: K3Config, seed: int, mesh: Mesh, **options: Any) -> TrainState:
+    """Fresh parameters and optimizer state, whole on every device; `options` as for `optimizer.optimizer`."""
+
+    @partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    def create(key: jax.Array) -> TrainState:
+        masters = specs.initialize(config, key)
+        transformation = optimizer(specs.training_specs(config), **options)
+        return TrainState(jnp.zeros((), jnp.int32), masters, transformation.init(masters))
+
+    return create(jax.random.key(seed))
 
 
 def gradients(

@@ -1,0 +1,145 @@
+"""The Python door: load a checkpoint, generate, look inside.
+
+    model = k3jax.load()
+    for piece in k3jax.generate(model, "def main(", max_tokens=64):
+        print(piece, end="", flush=True)
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+import jax.numpy as jnp
+
+from k3jax import params, sharding, tokenizer
+from k3jax import prompt as prompt_module
+from k3jax.config import K3Config
+from k3jax.generation import Decoding, Request
+from k3jax.prompt import Prompt, PromptError
+from k3jax.results import Result, Statistics
+from k3jax.runtime import Model
+from k3jax.sampling import Sampling, SamplingError, SamplingOptions
+from k3jax.states import States
+from k3jax.text_stream import GenerationError, Stream, Writer
+from pallas.dispatch import Implementation
+
+__all__ = [
+    "GenerationError",
+    "Model",
+    "PromptError",
+    "Result",
+    "SamplingError",
+    "States",
+    "Statistics",
+    "Stream",
+    "generate",
+    "load",
+]
+
+
+def shipped_checkpoint() -> Path:
+    """The small model that comes with the package."""
+    import checkpoints
+
+    return Path(checkpoints.__path__[0]) / "nano"
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    dtype: Any = jnp.bfloat16,
+    mesh: str | None = None,
+    implementation: Implementation = None,
+    max_length: int | None = None,
+) -> Model:
+    """Loads a checkpoint (default: the shipped nano) and the tokenizer in its directory, if there is one.
+
+    `dtype` is that of activations and of the weights that are not fixed in float32 or MXFP4; float32 computes at full
+    precision. `mesh` names a preset of `sharding.PRESETS`. `implementation` forces one kernel backend. `max_length`
+    caps prompt and output together (default: the model's own limit).
+    Raises `CheckpointError`, `ConfigError`, `ShardingError` or `ValueError`, each naming what is wrong.
+    """
+    import checkpoints
+
+    root = shipped_checkpoint() if path is None else Path(path)
+    layout = None if mesh is None else sharding.layout(mesh)
+    config: K3Config | None = None
+    placement = None
+    if layout is not None:
+        from checkpoints.checking import read_config
+
+        config = read_config(root)
+        placement = layout.parameters(params.model_specs(config))
+    config, tree = checkpoints.load(root, config, dtype=dtype, shardings=placement)
+    return Model.of(
+        config,
+        tree,
+        tokenizer=_tokenizer(root),
+        layout=layout,
+        implementation=implementation,
+        max_length=max_length,
+        path=root,
+    )
+
+
+def _tokenizer(root: Path) -> tokenizer.Tokenizer | None:
+    """The tokenizer in a checkpoint's directory; None when there is none."""
+    try:
+        return tokenizer.load(root if root.is_dir() else root.parent)
+    except FileNotFoundError:
+        return None
+
+
+def generate(
+    model: Model,
+    prompt: Prompt | Sequence[Prompt],
+    *,
+    max_tokens: int = 256,
+    stop: str | Sequence[str] = (),
+    stop_ids: Iterable[int] = (),
+    ignore_eos: bool = False,
+    as_ids: bool = False,
+    **sampling: Unpack[SamplingOptions],
+) -> Stream[Any]:
+    """Continues a prompt, or several at once.
+
+    Gives an iterator: of pieces of text for one prompt, of (row, piece) for a list of prompts; of token ids with
+    `as_ids` or without a tokenizer. Its `result` (`results`) and `statistics` hold the final record.
+
+    A row ends at an end-of-message or end-of-document id (unless `ignore_eos`), at one of `stop_ids`, before one of
+    the `stop` strings, after `max_tokens`, or when `model.max_length` positions are full.
+    Sampling settings (see `sampling.Sampling`: temperature, top_k, top_p, min_p, the penalties, seed) are one value or
+    one per row; with a single seed, row `i` gets `seed + i`. The default is temperature 1.
+
+    Raises `PromptError` and `SamplingError` at once; a row whose logits are not finite ends, and `GenerationError`
+    names it when all other rows are through.
+    """
+    batch = prompt_module.is_batch(prompt)
+    prompts = list(prompt) if batch else [prompt]
+    names = [f"prompt {row}" for row in range(len(prompts))] if batch else ["prompt"]
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if stops and model.tokenizer is None:
+        raise prompt_module.PromptError("stop strings need a tokenizer and the checkpoint has none; give stop_ids")
+    ends = (*stop_ids, *(() if ignore_eos else model.stop_ids))
+    requests = [_request(model, text, name, max_tokens, ends) for text, name in zip(prompts, names)]
+    settings = Sampling.of(len(requests), **_row_seeds(sampling, len(requests)))
+    writers = [Writer(model.tokenizer, stops, len(request.ids)) for request in requests]
+    ids_only = as_ids or model.tokenizer is None
+    return Stream(Decoding(model, requests, settings), writers, as_ids=ids_only, batch=batch)
+
+
+def _request(model: Model, text: Prompt, name: str, max_tokens: int, stop_ids: tuple[int, ...]) -> Request:
+    """A checked row, its length cut to what the model can hold."""
+    if max_tokens < 1:
+        raise prompt_module.PromptError(f"max_tokens is {max_tokens}, expected at least 1")
+    ids = prompt_module.read(text, model.tokenizer, model.config.vocab_size, name)
+    prompt_module.require_room(ids, model.max_length, name, tokens=1)
+    return Request(ids, min(max_tokens, model.max_length - len(ids)), stop_ids)
+
+
+def _row_seeds(sampling: SamplingOptions, rows: int) -> SamplingOptions:
+    """One seed per row, so that a repeated prompt gets different answers."""
+    seed = sampling.get("seed", 0)
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        return sampling
+    return {**sampling, "seed": [(seed + row) % 2**32 for row in range(rows)]}

@@ -1,0 +1,87 @@
+"""Runs one sequence through the cache and collects its states."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from k3jax import buckets, step
+from k3jax.cache import K3Cache, Rows
+from k3jax.runtime import Model
+from k3jax.states import States, as_float, conv_states, kda_states, latents
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+    """One sequence in slot 1 and pages 1, 2, ..., fed in calls of any length."""
+
+    model: Model
+    cache: K3Cache
+    rows: Rows
+
+    @classmethod
+    def start(cls, model: Model, tokens: int) -> "Progress":
+        """An empty sequence with room for `tokens`."""
+        width = -(-tokens // buckets.PAGE_SIZE)
+        rows = Rows(*(np.asarray(v, np.int32) for v in ([1], [range(1, width + 1)], [0], [0])))
+        return cls(model, model.new_cache(1, width), rows)
+
+    def feed(self, ids: Sequence[int], size: int, *, trace: bool = False) -> tuple[step.Forward, "Progress"]:
+        """Runs `ids`, padded to `size` tokens. Donates the cache."""
+        padded = np.zeros((1, size), np.int32)
+        padded[0, : len(ids)] = ids
+        rows = dataclasses.replace(self.rows, query_length=np.asarray([len(ids)], np.int32))
+        arrays = self.model.place((rows, padded))
+        output = step.extend(self.model.graph, self.model.leaves, self.cache, *arrays, trace=trace)
+        assert output.cache is not None
+        return output, Progress(self.model, output.cache, rows.advance())
+
+
+def observe(
+    model: Model, ids: Sequence[int], decode_ids: Sequence[int] = (), *, size: int = 0, room: int = 0
+) -> States:
+    """Runs `ids` in one call and then `decode_ids` one at a time; the ids must have been checked.
+
+    `size` and `room` are the padded length and the tokens of cache, so that several prompts share one program.
+    """
+    size = max(size, buckets.power_of_two(len(ids), buckets.CHUNKS[0]))
+    output, progress = Progress.start(model, max(room, size + len(decode_ids))).feed(ids, size, trace=True)
+    prompt = _prompt_states(output, progress.cache, len(ids))
+    logits, cache = feed_each(progress, decode_ids)
+    after = (kda_states(cache), conv_states(cache)) if len(decode_ids) else ({}, {})
+    return States(
+        **prompt,
+        decode_logits=logits,
+        kda_state_after_decode=after[0],
+        conv_state_after_decode=after[1],
+    )
+
+
+def feed_each(progress: Progress, ids: Sequence[int]) -> tuple[Float[np.ndarray, "N V"], K3Cache]:
+    """Logits after each of `ids`, fed one at a time, and the cache after the last."""
+    rows: list[np.ndarray] = []
+    for token in ids:
+        output, progress = progress.feed([token], 1)
+        rows.append(np.asarray(output.logits)[0, 0])
+    vocab = progress.model.config.vocab_size
+    return np.stack(rows) if rows else np.zeros((0, vocab), np.float32), progress.cache
+
+
+def _prompt_states(output: step.Forward, cache: K3Cache, tokens: int) -> dict[str, Any]:
+    routings = [layer.routing for layer in output.trace if layer.routing is not None]
+
+    def routed(pick: Callable[[Any], Any], dtype: type) -> np.ndarray:
+        layers = [np.asarray(pick(routing))[:tokens] for routing in routings]
+        return np.stack(layers) if layers else np.zeros((0, tokens, 0), dtype)
+
+    return {
+        "logits": np.asarray(output.logits)[0, :tokens],
+        "layer_prefix": np.stack([as_float(layer.prefix)[0, :tokens] for layer in output.trace]),
+        "router_ids": routed(lambda routing: routing.ids, np.int32),
+        "router_weights": routed(lambda routing: routing.weights, np.float32),
+        "kda_state": kda_states(cache),
+        "conv_state": conv_states(cache),
+        "latent": latents(cache, tokens),
+    }
