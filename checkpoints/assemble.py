@@ -20,6 +20,9 @@ from k3jax.params import HfPiece, ParamSpec
 NAN_SCALE = 255
 """The E8M0 code of NaN; no weight may have it."""
 
+READERS = 8
+"""Threads that copy from the files; they wait for storage most of the time."""
+
 Box = tuple[tuple[int, int], ...]
 """`(start, stop)` per dimension of a parameter."""
 
@@ -72,32 +75,38 @@ def place(
 def read_box(spec: ParamSpec, box: Box, tensors: OpenTensors, dtype: np.dtype[Any], executor: Executor) -> np.ndarray:
     """The part of a parameter inside `box`, read from the tensors that fill it."""
     data = np.empty([stop - start for start, stop in box], dtype)
-    # Large copies release the GIL; a thread per piece keeps several reads of a cold file going.
-    for _ in executor.map(lambda piece: _copy(piece, box, tensors, data), spec.pieces):
+    jobs = [(piece, overlap) for piece in spec.pieces if (overlap := _overlap(piece, box)) is not None]
+
+    def copy(part: int) -> None:
+        for piece, (target, wanted) in jobs[part::READERS]:
+            data[target] = piece_view(piece, tensors.view(piece.name))[wanted]
+
+    # Large copies release the GIL, and several threads keep several reads of a cold file going.
+    for _ in executor.map(copy, range(min(READERS, len(jobs)))):
         pass
     if spec.init == "scale" and (data == NAN_SCALE).any():
         raise CheckpointError("E8M0 scales of 255 (NaN) are refused", _nan_scales(spec.pieces, tensors))
     return data
 
 
-def _copy(piece: HfPiece, box: Box, tensors: OpenTensors, data: np.ndarray) -> None:
-    """Copies what `piece` contributes to `box` into `data`, whose origin is the box's."""
+def _overlap(piece: HfPiece, box: Box) -> tuple[tuple[int | slice, ...], tuple[slice, ...]] | None:
+    """Where in `box` a piece lands (from the box's origin), and which part of the piece that is."""
     target: list[int | slice] = []
     wanted: list[slice] = []
     for axis, (start, stop) in enumerate(box):
         part = piece.index[axis] if axis < len(piece.index) else slice(None)
         if isinstance(part, int):
             if not start <= part < stop:
-                return
+                return None
             target.append(part - start)
             continue
         first, last = part.start or 0, stop if part.stop is None else part.stop
         low, high = max(first, start), min(last, stop)
         if low >= high:
-            return
+            return None
         target.append(slice(low - start, high - start))
         wanted.append(slice(low - first, high - first))
-    data[tuple(target)] = piece_view(piece, tensors.view(piece.name))[tuple(wanted)]
+    return tuple(target), tuple(wanted)
 
 
 def piece_view(piece: HfPiece, tensor: np.ndarray) -> np.ndarray:

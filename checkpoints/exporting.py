@@ -1,7 +1,7 @@
 """Writes a parameter tree in the released format, byte for byte what `load` read.
 
 The inverse of `assemble`: every parameter is copied into zero-filled files through the same pieces, read
-backwards. Host memory is bounded by one parameter; the files are written through memory maps.
+backwards. Host memory is bounded by two parameters; the files are written through memory maps.
 """
 
 import json
@@ -62,10 +62,7 @@ def write_released(
         _write_small_files(directory, config, plan)
         files = _OutputFiles(directory, plan)
         for keys, array in parameters:
-            values = _to_host(dotted(keys), array)
-            for piece in specs[keys].pieces:
-                target = piece_view(piece, files.view(piece.name))
-                target[...] = values[piece.index].astype(target.dtype)
+            _fill(files, specs[keys], _to_host(dotted(keys), array))
             files.flush()
         if plan.like is not None:
             _copy_other_parts(files, plan.like)
@@ -120,6 +117,13 @@ def _reserve(file: Path, shard: ShardPlan) -> None:
             os.posix_fallocate(handle.fileno(), 0, shard.header.file_bytes)
         else:
             handle.truncate(shard.header.file_bytes)
+
+
+def _fill(files: _OutputFiles, spec: params.ParamSpec, values: np.ndarray) -> None:
+    """Copies one parameter into the released tensors that it was read from."""
+    for piece in spec.pieces:
+        target = piece_view(piece, files.view(piece.name))
+        target[...] = values[piece.index].astype(target.dtype)
 
 
 def _to_host(name: str, array: Any) -> np.ndarray:

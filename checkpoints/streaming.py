@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.assemble import InFlight, padding_problems, place
+from checkpoints.assemble import READERS, InFlight, padding_problems, place
 from checkpoints.errors import CheckpointError
 from checkpoints.source import OpenTensors, Source
 from k3jax import params
@@ -19,8 +19,6 @@ IN_FLIGHT_BYTES = 1 << 30
 
 Beyond the parameters themselves, loading needs at most this plus one device's shard of one parameter.
 """
-READERS = 8
-"""Threads that copy from the files; they wait for storage most of the time."""
 
 Keys = tuple[str, ...]
 """Where a parameter is in the nested dict."""

@@ -51,7 +51,7 @@ class Statistics:
         """Time of one decode step, which gives every running row a token; 0 without steps."""
         return 1e3 * self.decode_seconds / self.steps if self.steps else 0.0
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> dict[str, int | float]:
         """All figures by name, rates included."""
         rates = {
             "prefill_tokens_per_second": round(self.prefill_tokens_per_second, 1),

@@ -40,7 +40,7 @@ class _Range(NamedTuple):
     dtype: type
     low_open: bool = False
 
-    def admits(self, value: float) -> bool:
+    def admits(self, value: int | float) -> bool:
         """Whether `value` is finite and inside."""
         above = value > self.low if self.low_open else value >= self.low
         return math.isfinite(value) and above and value <= self.high
@@ -62,7 +62,7 @@ _RANGES = {
     "seed": _Range(0, 0, 2**32 - 1, np.uint32),
 }
 
-Setting = float | Sequence[float]
+Setting = int | float | Sequence[int | float]
 """One value for all rows, or one per row."""
 
 

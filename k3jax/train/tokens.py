@@ -1,0 +1,94 @@
+"""From texts to batches: encoding, packing with `[EOS]` between documents, and windows in a fixed order."""
+
+import gzip
+import json
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from k3jax import control_tokens, tokenizer
+from k3jax.train.corpus import Source
+
+TRAINING, VALIDATION = "training.npy", "validation.npy"
+SOURCES, SIZES = "training_files.jsonl.gz", "sizes.json"
+_FILES_PER_TASK = 64
+
+
+def encode_documents(texts: Sequence[str], vocabulary: Path, workers: int) -> list[NDArray[np.uint16]]:
+    """Ids of each text, on `workers` processes; control names in a text stay ordinary text."""
+    tasks = [texts[i : i + _FILES_PER_TASK] for i in range(0, len(texts), _FILES_PER_TASK)]
+    encode = partial(_encode, vocabulary)
+    if workers <= 1:
+        return [ids for task in tasks for ids in encode(task)]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return [ids for results in pool.map(encode, tasks) for ids in results]
+
+
+def _encode(vocabulary: Path, texts: Sequence[str]) -> list[NDArray[np.uint16]]:
+    encoder = tokenizer.load(vocabulary)
+    return [np.array(encoder.encode(text), np.uint16) for text in texts]
+
+
+def pack(documents: Iterable[NDArray[np.uint16]], end: int) -> NDArray[np.uint16]:
+    """One array with the id `end` after every document."""
+    mark = np.array([end], np.uint16)
+    parts = [part for document in documents for part in (document, mark)]
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
+
+
+def write_corpus(sources: Sequence[Source], vocabulary: Path, directory: Path, workers: int) -> dict[str, int]:
+    """Stores both splits as packed ids and the list of files; returns and stores the sizes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    end = tokenizer.load(vocabulary).control_id(control_tokens.END_OF_SEQUENCE)
+    documents = encode_documents([source.text for source in sources], vocabulary, workers)
+    sizes: dict[str, int] = {}
+    for name, held_out in ((TRAINING, False), (VALIDATION, True)):
+        chosen = [(s, ids) for s, ids in zip(sources, documents, strict=True) if s.held_out == held_out]
+        packed = pack((ids for _, ids in chosen), end)
+        np.save(directory / name, packed)
+        split = name.removesuffix(".npy")
+        sizes |= {
+            f"{split}_files": len(chosen),
+            f"{split}_bytes": sum(len(source.text.encode()) for source, _ in chosen),
+            f"{split}_tokens": len(packed),
+        }
+    with gzip.open(directory / SOURCES, "wt", encoding="utf-8", compresslevel=9) as file:
+        file.writelines(json.dumps(source.record) + "\n" for source in sources)
+    (directory / SIZES).write_text(json.dumps(sizes, indent=1) + "\n", encoding="utf-8")
+    return sizes
+
+
+class Windows:
+    """Overlap-free training windows of `length` predictions, in an order that depends on the seed alone.
+
+    The batch of a step is a pure function of the step, so a resumed run sees the same data.
+    """
+
+    def __init__(self, tokens: NDArray[np.uint16], *, length: int, rows: int, seed: int) -> None:
+        self.count = (len(tokens) - 1) // length
+        if self.count < 1:
+            raise ValueError(f"the corpus has {len(tokens)} tokens, expected more than one window of {length}")
+        self._tokens, self._length, self._rows, self._seed = tokens, length, rows, seed
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps until every window has been seen once."""
+        return self.count / self._rows
+
+    def batch(self, step: int) -> NDArray[np.int32]:
+        """[rows, length + 1] ids; the last id of a window is the first of the next one."""
+        position = np.arange(step * self._rows, (step + 1) * self._rows)
+        chosen = [self._order(int(epoch))[place] for epoch, place in zip(*divmod(position, self.count), strict=True)]
+        start = np.array(chosen)[:, None] * self._length
+        return self._tokens[start + np.arange(self._length + 1)[None]].astype(np.int32)
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        if getattr(self, "_epoch", None) != epoch:
+            self._epoch = epoch
+            self._permutation = np.random.Generator(np.random.Philox([self._seed, epoch])).permutation(self.count)
+        return self._permutation
