@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import Self, TextIO
+from typing import TextIO
 
 PERIOD = 0.1
 """Seconds between two updates."""
@@ -18,7 +18,7 @@ class ProgressLine:
         self._begin: tuple[float, int] | None = None
         self._drawn = 0.0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "ProgressLine":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,7 +5,7 @@ import json
 import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -144,7 +144,7 @@ class OpenTensors:
         self._tensors = source.tensors
         self._maps: dict[str, mmap.mmap] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "OpenTensors":
         return self
 
     def __exit__(self, *_: object) -> None:

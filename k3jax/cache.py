@@ -102,8 +102,8 @@ class K3Cache:
     def capacity(self) -> tuple[int, int, int]:
         """(slots, pages, page size), dummies included; 0 where the model has no such layer."""
         slots = next((entry.state.shape[0] for entry in self.layers if isinstance(entry, KdaCache)), 0)
-        pools = [entry.latent for entry in self.layers if isinstance(entry, MlaCache)]
-        return slots, *(pools[0].shape[:2] if pools else (0, 0))
+        pages, page = next((entry.latent.shape[:2] for entry in self.layers if isinstance(entry, MlaCache)), (0, 0))
+        return slots, pages, page
 
     @property
     def nbytes(self) -> int:

@@ -46,17 +46,22 @@ _KDA: dict[str, str] = {
 }
 _LAYER_LISTS = ("full_attn_layers", "kda_layers")
 _OPTIONAL = frozenset(
-    "mla_norm_eps initializer_range max_position_embeddings first_k_dense_replace moe_layer_freq".split()
+    ["mla_norm_eps", "initializer_range", "max_position_embeddings", "first_k_dense_replace", "moe_layer_freq"]
 )
 _INTEGER = frozenset(
     key
     for table in (_TEXT, _MLA, _MOE, _KDA)
     for key in table
     if key
-    not in (
-        "activation_situ_beta activation_situ_linear_beta rms_norm_eps initializer_range mla_norm_eps "
-        "routed_scaling_factor gate_lower_bound"
-    ).split()
+    not in [
+        "activation_situ_beta",
+        "activation_situ_linear_beta",
+        "rms_norm_eps",
+        "initializer_range",
+        "mla_norm_eps",
+        "routed_scaling_factor",
+        "gate_lower_bound",
+    ]
 )
 
 # Keys that select a variant of the model; this code is the variant given here.
@@ -87,22 +92,80 @@ _WRAPPER_FIXED: dict[str, Any] = {
 }
 _MAY_DIFFER = frozenset({"dtype", "use_cache", "architectures", "use_grouped_topk"})
 _WRAPPER_OTHER = frozenset(
-    "text_config vision_config bos_token_id eos_token_id pad_token_id media_placeholder_token_id image_placeholder "
-    "ignore_index transformers_version auto_map quantization_config".split()
+    [
+        "text_config",
+        "vision_config",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "media_placeholder_token_id",
+        "image_placeholder",
+        "ignore_index",
+        "transformers_version",
+        "auto_map",
+        "quantization_config",
+    ]
 )
 
 # Defaults that Hugging Face writes into every configuration; none of them reaches the model.
 _INERT = frozenset(
-    "add_cross_attention attention_bias attention_dropout auto_map bad_words_ids begin_suppress_tokens "
-    "chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample "
-    "early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task "
-    "forced_bos_token_id forced_eos_token_id id2label is_decoder is_encoder_decoder label2id length_penalty "
-    "max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences "
-    "output_attentions output_hidden_states output_scores prefix problem_type pruned_heads "
-    "remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id "
-    "suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class "
-    "top_k top_p torch_dtype torchscript transformers_version typical_p use_bfloat16 _name_or_path "
-    "rope_theta head_dim".split()
+    [
+        "add_cross_attention",
+        "attention_bias",
+        "attention_dropout",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "id2label",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "prefix",
+        "problem_type",
+        "pruned_heads",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "typical_p",
+        "use_bfloat16",
+        "_name_or_path",
+        "rope_theta",
+        "head_dim",
+    ]
 )
 
 _QUANTIZATION: dict[str, Any] = {
@@ -168,7 +231,9 @@ def read_text(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     values["moe"] = _take(text, _MOE, problems)
     values["kda"] = _take(linear, _KDA, problems, "linear_attn_config.")
     values["mla_layers"] = _mla_layers(linear, text.get("num_hidden_layers"), problems)
-    if (kv_heads := text.get("num_key_value_heads", text.get("num_attention_heads"))) != text.get("num_attention_heads"):
+    if (kv_heads := text.get("num_key_value_heads", text.get("num_attention_heads"))) != text.get(
+        "num_attention_heads"
+    ):
         problems.append(f"num_key_value_heads is {kv_heads!r}, expected num_attention_heads (MLA shares no heads)")
     return values, problems
 
@@ -231,10 +296,12 @@ def _mla_layers(linear: Mapping[str, Any], num_layers: Any, problems: list[str])
             problems.append(f"linear_attn_config.{key} is {value!r}, expected a list of 1-based layer numbers")
             return ()
     full, kda = lists["full_attn_layers"], lists["kda_layers"]
-    assert full is not None and kda is not None
+    assert full is not None
+    assert kda is not None
     if isinstance(num_layers, int) and sorted(full + kda) != list(range(1, num_layers + 1)):
         problems.append(
-            f"linear_attn_config.full_attn_layers {full} and kda_layers {kda} (1-based) do not partition 1..{num_layers}"
+            f"linear_attn_config.full_attn_layers {full} and kda_layers {kda} (1-based) "
+            f"do not partition 1..{num_layers}"
         )
     return tuple(layer - 1 for layer in sorted(full))
 
@@ -261,8 +328,8 @@ def inconsistencies(config: Any) -> Iterator[str]:
         yield f"gate_lower_bound is {config.kda.gate_lower_bound}, expected a negative number (K3: -5.0)"
     if config.kda.conv_kernel_size != 4:
         yield f"short_conv_kernel_size is {config.kda.conv_kernel_size}, only 4 is implemented"
-    if config.moe.num_experts_per_token > config.moe.num_experts:
-        yield f"num_experts_per_token is {config.moe.num_experts_per_token}, more than num_experts {config.moe.num_experts}"
+    if (chosen := config.moe.num_experts_per_token) > config.moe.num_experts:
+        yield f"num_experts_per_token is {chosen}, more than num_experts {config.moe.num_experts}"
     for name in ("latent_size", "intermediate_size"):
         if getattr(config.moe, name) % 32:
             yield f"moe.{name} is {getattr(config.moe, name)}, expected a multiple of the MXFP4 group size 32"

@@ -134,11 +134,11 @@ class Decoding:
         model, vocab = self._model, self._model.config.vocab_size
         longest = max(request.length for request in self._requests)
         width = buckets.table_width(longest, model.max_length)
-        cache = model.new_cache(self._batch, self._batch * width)
+        cache = self._clock.compilations.call(model.new_cache, self._batch, self._batch * width)
         self._clock.cache_bytes = cache.nbytes
         logits, cache, rows = self._prefill(cache, width)
         prompts = [request.ids for request in self._requests] + [[]] * self._padding
-        history = model.place(History.of(prompts, vocab))
+        history = model.place(self._clock.compilations.call(History.of, prompts, vocab))
         token, remaining = model.place((np.zeros(self._batch, np.int32), self._remaining.copy()))
         state = step.DecodeState(cache, rows, token, remaining, history)
         return self._clock.compilations.call(step.start, state, logits, self._params, self._stop_ids)

@@ -67,7 +67,7 @@ class Layer(nnx.Module):
         mixed = self.attention_res(residual)
         if self.starts_block:
             residual = residual.freeze()
-        attended, cache = self.attention(self.attention_norm(mixed), rows, cache)
+        attended, cache = self.attention(self.attention_norm(mixed), rows, cache)  # pyright: ignore[reportArgumentType]
         residual = residual.add(attended)
         fed, routing = self.feed_forward(self.ffn_norm(self.ffn_res(residual)))
         return residual.add(fed), cache, routing

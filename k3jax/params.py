@@ -135,9 +135,7 @@ def _kda(config: K3Config, name: str) -> Tree:
             (heads, 4, dim, width), "model", ("kda_heads", None, None, "embed"), "normal", tuple(streams)
         ),
         "f_a": _plain(f"{name}.f_a_proj.weight", (dim, width), (None, "embed")),
-        "f_b": _plain(
-            f"{name}.f_b_proj.weight", (heads, dim, dim), (*head_axes, None), hf_shape=(kda.width, dim)
-        ),
+        "f_b": _plain(f"{name}.f_b_proj.weight", (heads, dim, dim), (*head_axes, None), hf_shape=(kda.width, dim)),
         "beta": _plain(f"{name}.b_proj.weight", (heads, width), ("kda_heads", "embed")),
         "conv": ParamSpec(
             (kda.conv_kernel_size, heads, 3, dim), "float32", (None, "kda_heads", None, None), "normal", tuple(convs)
@@ -290,9 +288,7 @@ def map_tree(function: Callable[[ParamSpec], Any], tree: Mapping[str, Any]) -> T
 
 def hf_tensors(tree: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Released tensors that the specs in `tree` read: name -> (shape, safetensors dtype)."""
-    return {
-        part.name: (part.shape, part.dtype) for _, spec in flatten(tree) for part in spec.pieces
-    }
+    return {part.name: (part.shape, part.dtype) for _, spec in flatten(tree) for part in spec.pieces}
 
 
 def abstract(config: K3Config, dtype: Any = jnp.bfloat16) -> Tree:

@@ -106,7 +106,7 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def layout(preset: str, devices: Sequence[jax.Device] | None = None) -> Layout:
+def layout(preset: str, devices: Sequence[Any] | None = None) -> Layout:
     """The mesh of `preset` on the first `devices` (default: all that JAX sees).
 
     Raises `ShardingError` for an unknown preset or too few devices.

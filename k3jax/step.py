@@ -6,7 +6,7 @@ through `nnx.jit` would cost tens of milliseconds a call.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ class Graph:
     """The static half of a model. Compared by identity, so that a call hashes nothing large."""
 
     definition: nnx.GraphDef[K3]
-    structure: jax.tree_util.PyTreeDef
+    structure: Any
     layout: Layout | None = None
     """Where caches live when the model is spread over a mesh."""
 
@@ -92,9 +92,7 @@ class Prefill(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="graph", donate_argnames="cache")
-def prefill(
-    graph: Graph, leaves: tuple[Array, ...], cache: K3Cache, rows: Rows, ids: Int32[Array, "B T"]
-) -> Prefill:
+def prefill(graph: Graph, leaves: tuple[Array, ...], cache: K3Cache, rows: Rows, ids: Int32[Array, "B T"]) -> Prefill:
     """Stores one chunk of each row; logits follow its last valid token. Donates the cache."""
     model = graph.merge(leaves)
     output = model(ids, rows, cache)

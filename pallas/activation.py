@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 def situ(
     gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"], *, beta: float, linear_beta: float
 ) -> Float[Array, "*batch F"]:
-    """beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta).
+    """SiTU(gate, up) = beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta).
 
     The sigmoid sees the uncapped gate. Computed in float32, rounded once to the dtype of `gate`.
     """

@@ -40,7 +40,9 @@ def test_imports_go_with_the_grain(path):
         root = name.split(".")[0]
         assert root not in FORBIDDEN.get(package, set()), f"{path}:{line} imports {name}"
         if package == "checkpoints" and root == "k3jax":
-            assert any(f"{name}.".startswith(f"{seen}.") for seen in SEEN_BY_CHECKPOINTS), f"{path}:{line} imports {name}"
+            assert any(f"{name}.".startswith(f"{seen}.") for seen in SEEN_BY_CHECKPOINTS), (
+                f"{path}:{line} imports {name}"
+            )
         if package == "k3jax" and root == "checkpoints":
             inside = module.split(".")
             assert inside[1] in PROGRAMS or inside[1] == "train", f"{path}:{line} imports {name}"

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 
 def rms_norm(x: Float[Array, "*batch D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*batch D"]:
-    """weight * round(x / sqrt(mean(x^2) + eps)): statistics in float32, the weight acts after rounding."""
+    """Weight * round(x / sqrt(mean(x^2) + eps)): statistics in float32, the weight acts after rounding."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return jnp.broadcast_to(weight, x.shape) * (wide * scale).astype(x.dtype)

@@ -46,7 +46,7 @@ class Source(NamedTuple):
     @property
     def held_out(self) -> bool:
         """Whether the file is for validation only."""
-        return int(self.key[:8], 16) < HELD_OUT_SHARE * 0x1_0000_0000
+        return int(self.key[8:16], 16) < HELD_OUT_SHARE * 0x1_0000_0000
 
     @property
     def record(self) -> dict[str, object]:

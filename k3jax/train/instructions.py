@@ -88,6 +88,8 @@ def _documented(node: ast.FunctionDef, source: str) -> Documented | None:
         return None
     details = paragraphs[1] if len(paragraphs) > 1 and re.match(r"[A-Z][^:>|]*\.$", paragraphs[1]) else ""
     arguments = tuple(argument.arg for argument in node.args.args)
+    if {"self", "cls"} & set(arguments):
+        return None
     return Documented(node.name, arguments, task, details[:300], code + "\n")
 
 
@@ -113,27 +115,33 @@ def reasoning(function: Documented, effort: str) -> str:
     return "\n".join(filter(None, (plan, function.details, closing)))
 
 
-def conversation(function: Documented, chooser: random.Random, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """(prompt ids, completion ids) with a random effort and wording."""
+class Conversation(NamedTuple):
+    """One exchange as ids: what is given, and what the model should say."""
+
+    prompt: list[int]
+    completion: list[int]
+
+
+def conversation(function: Documented, tokenizer: Tokenizer, seed: int) -> Conversation:
+    """An exchange with a random effort and wording, the same for the same function and seed."""
+    chooser = random.Random(f"{seed}/{function.code}")
     effort = chooser.choice(EFFORTS)
     request = chooser.choice(_REQUESTS).format(task=function.task, name=function.name)
     prompt = chat.render(tokenizer, [{"role": "user", "content": request}], thinking_effort=effort)
     answer = {"role": "assistant", "reasoning_content": reasoning(function, effort), "content": function.code}
-    return prompt, chat.render_completion(tokenizer, answer)
+    return Conversation(prompt, chat.render_completion(tokenizer, answer))
 
 
 def pack_conversations(
-    functions: Iterable[Documented], tokenizer: Tokenizer, *, length: int, seed: int, prompt_weight: float = 0.1
+    conversations: Iterable[Conversation], tokenizer: Tokenizer, *, length: int, prompt_weight: float = 0.1
 ) -> tuple[NDArray[np.uint16], NDArray[np.float16]]:
     """Windows of whole conversations: ids [n, length + 1] and prediction weights [n, length].
 
     Every window starts with a conversation and ends with padding; `[EOS]` stands between two.
     """
-    chooser = random.Random(seed)
     end, pad = tokenizer.control_id(control_tokens.END_OF_SEQUENCE), tokenizer.control_id("[PAD]")
     windows: list[tuple[list[int], list[float]]] = []
-    for function in functions:
-        prompt, completion = conversation(function, chooser, tokenizer)
+    for prompt, completion in conversations:
         ids = [*prompt, *completion, end]
         weights = [prompt_weight] * len(prompt) + [1.0] * len(completion) + [0.0]
         if len(ids) > length + 1:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from k3jax.config import K3Config
 from k3jax.params import Tree, flatten
@@ -39,7 +39,15 @@ class Metrics(NamedTuple):
     load: Int32[Array, "layers E"]
 
 
-Step = Callable[[TrainState, Batch, Float32[Array, ""]], tuple[TrainState, Metrics]]
+class Controls(NamedTuple):
+    """What may change from step to step without a new compilation."""
+
+    learning_rate: Float32[Array, ""]
+    balanced: Bool[Array, ""]
+    """False leaves the correction biases as they are: no load balancing at all."""
+
+
+Step = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
 
 
 def create_state(config: K3Config, seed: int, mesh: Mesh, **options: Any) -> TrainState:
@@ -86,14 +94,15 @@ def accumulate(
     return jax.lax.scan(add, zeros, parts)[0]
 
 
-def set_biases(config: K3Config, masters: Tree, routed: balance.Routed) -> Tree:
-    """The parameters with the next correction bias of every MoE layer."""
+def set_biases(config: K3Config, masters: Tree, routed: balance.Routed, balanced: Bool[Array, ""]) -> Tree:
+    """The parameters with the next correction bias of every MoE layer, if `balanced`."""
     layers = dict(masters["layers"])
     for i, layer in enumerate(config.moe_layers):
         entry = dict(layers[str(layer)])
         ffn = dict(entry["ffn"])
         part = jax.tree.map(lambda counts, i=i: counts[i], routed)
-        ffn["correction_bias"] = balance.next_bias(part, ffn["correction_bias"])
+        bias = ffn["correction_bias"]
+        ffn["correction_bias"] = jnp.where(balanced, balance.next_bias(part, bias), bias)
         layers[str(layer)] = entry | {"ffn": ffn}
     return masters | {"layers": layers}
 
@@ -102,15 +111,14 @@ def make_step(
     config: K3Config,
     mesh: Mesh,
     *,
-    balanced: bool = True,
     dtype: Any = jnp.bfloat16,
     remat: bool = True,
     micro_batches: int = 1,
     **options: Any,
 ) -> Step:
-    """The compiled step (state, batch, learning rate) -> (state, metrics). Donates the state.
+    """The compiled step (state, batch, controls) -> (state, metrics). Donates the state.
 
-    The batch is split over the mesh axis "data"; `balanced` False leaves the correction biases alone.
+    The batch is split over the mesh axis "data".
     """
     transformation = optimizer(specs.training_specs(config), **options)
     rows = PartitionSpec(AXIS)
@@ -121,14 +129,13 @@ def make_step(
         return jax.lax.psum(accumulate(config, masters, batch, micro_batches, dtype=dtype, remat=remat), AXIS)
 
     @partial(jax.jit, donate_argnums=0)
-    def step(state: TrainState, batch: Batch, learning_rate: Float32[Array, ""]) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Batch, controls: Controls) -> tuple[TrainState, Metrics]:
         result, summed = sums(state.masters, batch)
         weight = jnp.maximum(result.weight, 1)
         gradient = jax.tree.map(lambda leaf: leaf / weight, summed)
         ascent, inner = transformation.update(gradient, state.optimizer, state.masters)
-        masters = jax.tree.map(lambda master, direction: master - learning_rate * direction, state.masters, ascent)
-        if balanced:
-            masters = set_biases(config, masters, result.routed)
+        masters = jax.tree.map(lambda master, direction: master - controls.learning_rate * direction, state.masters, ascent)
+        masters = set_biases(config, masters, result.routed, controls.balanced)
         metrics = Metrics(
             result.nats / weight,
             optax.global_norm(gradient),

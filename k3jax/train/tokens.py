@@ -2,36 +2,45 @@
 
 import gzip
 import json
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from k3jax import control_tokens, tokenizer
+from k3jax.train import instructions
 from k3jax.train.corpus import Source
 
 TRAINING, VALIDATION = "training.npy", "validation.npy"
+CHAT = ("chat_ids.npy", "chat_weights.npy")
 SOURCES, SIZES = "training_files.jsonl.gz", "sizes.json"
 _FILES_PER_TASK = 64
 
 
-def encode_documents(texts: Sequence[str], vocabulary: Path, workers: int) -> list[NDArray[np.uint16]]:
-    """Ids of each text, on `workers` processes; control names in a text stay ordinary text."""
-    tasks = [texts[i : i + _FILES_PER_TASK] for i in range(0, len(texts), _FILES_PER_TASK)]
-    encode = partial(_encode, vocabulary)
+def in_parallel(task: Callable[[Sequence[str]], list[Any]], texts: Sequence[str], workers: int) -> list[Any]:
+    """`task` over pieces of `texts` on `workers` processes; the results joined in order."""
+    pieces = [texts[i : i + _FILES_PER_TASK] for i in range(0, len(texts), _FILES_PER_TASK)]
     if workers <= 1:
-        return [ids for task in tasks for ids in encode(task)]
+        return [result for piece in pieces for result in task(piece)]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        return [ids for results in pool.map(encode, tasks) for ids in results]
+        return [result for results in pool.map(task, pieces) for result in results]
 
 
 def _encode(vocabulary: Path, texts: Sequence[str]) -> list[NDArray[np.uint16]]:
     encoder = tokenizer.load(vocabulary)
     return [np.array(encoder.encode(text), np.uint16) for text in texts]
+
+
+def _converse(vocabulary: Path, seed: int, texts: Sequence[str]) -> list[instructions.Conversation]:
+    encoder = tokenizer.load(vocabulary)
+    functions = (function for text in texts for function in instructions.documented_functions(text))
+    return [instructions.conversation(function, encoder, seed) for function in functions]
 
 
 def pack(documents: Iterable[NDArray[np.uint16]], end: int) -> NDArray[np.uint16]:
@@ -45,7 +54,7 @@ def write_corpus(sources: Sequence[Source], vocabulary: Path, directory: Path, w
     """Stores both splits as packed ids and the list of files; returns and stores the sizes."""
     directory.mkdir(parents=True, exist_ok=True)
     end = tokenizer.load(vocabulary).control_id(control_tokens.END_OF_SEQUENCE)
-    documents = encode_documents([source.text for source in sources], vocabulary, workers)
+    documents = in_parallel(partial(_encode, vocabulary), [source.text for source in sources], workers)
     sizes: dict[str, int] = {}
     for name, held_out in ((TRAINING, False), (VALIDATION, True)):
         chosen = [(s, ids) for s, ids in zip(sources, documents, strict=True) if s.held_out == held_out]
@@ -61,6 +70,19 @@ def write_corpus(sources: Sequence[Source], vocabulary: Path, directory: Path, w
         file.writelines(json.dumps(source.record) + "\n" for source in sources)
     (directory / SIZES).write_text(json.dumps(sizes, indent=1) + "\n", encoding="utf-8")
     return sizes
+
+
+def write_chat(
+    sources: Sequence[Source], vocabulary: Path, directory: Path, workers: int, *, length: int, seed: int, most: int
+) -> dict[str, int]:
+    """Stores chat windows made from the training files' documented functions, at most `most` of them."""
+    texts = [source.text for source in sources if not source.held_out]
+    conversations = in_parallel(partial(_converse, vocabulary, seed), texts, workers)
+    random.Random(seed).shuffle(conversations)
+    packed = instructions.pack_conversations(conversations[:most], tokenizer.load(vocabulary), length=length)
+    for name, array in zip(CHAT, packed, strict=True):
+        np.save(directory / name, array)
+    return {"chat_conversations": min(most, len(conversations)), "chat_windows": len(packed[0])}
 
 
 class Windows:

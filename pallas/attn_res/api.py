@@ -3,7 +3,7 @@
 import functools
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas.attn_res import xla
 from pallas.attn_res.types import Summary
@@ -44,7 +44,7 @@ def summarize(
 @functools.partial(jax.jit, static_argnames=("eps", "implementation"))
 def merge(
     summary: Summary,
-    site: int | Array,
+    site: int | Int[Array, ""],
     prefix: Float[Array, "*batch D"],
     norm: Float[Array, " D"],
     query: Float[Array, " D"],

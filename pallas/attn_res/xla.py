@@ -1,8 +1,11 @@
 """Portable AttnRes that never stacks the sources and has a two-phase form."""
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas.attn_res.types import Summary
 
@@ -34,7 +37,7 @@ def mix(
     scores = jnp.stack([_score(value, pseudo_query, eps) for value in values])
     weights = jax.nn.softmax(scores, axis=0)
     terms = [weight[..., None] * value.astype(jnp.float32) for weight, value in zip(weights, values, strict=True)]
-    return sum(terms[1:], terms[0]).astype(prefix.dtype)
+    return functools.reduce(operator.add, terms).astype(prefix.dtype)
 
 
 def summarize(
@@ -49,7 +52,9 @@ def summarize(
         raise ValueError("summarize got no sources, expected at least one frozen block; the mix of none is the prefix")
     values = jnp.stack(sources).astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(values), axis=-1) + eps)
-    projected = jnp.einsum("n...d,sd->sn...", values, _pseudo_query(norms, queries), precision=jax.lax.Precision.HIGHEST)
+    projected = jnp.einsum(
+        "n...d,sd->sn...", values, _pseudo_query(norms, queries), precision=jax.lax.Precision.HIGHEST
+    )
     scores = scale[None] * projected
     maximum = jnp.max(scores, axis=1)
     weights = jnp.exp(scores - maximum[:, None])
@@ -59,7 +64,7 @@ def summarize(
 
 def merge(
     summary: Summary,
-    site: int | Array,
+    site: int | Int[Array, ""],
     prefix: Float[Array, "*batch D"],
     norm: Float[Array, " D"],
     query: Float[Array, " D"],

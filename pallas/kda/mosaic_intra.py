@@ -6,6 +6,7 @@ bfloat16 parts; so any prefix, suffix or difference from a tile's middle is summ
 exponent passes 8 * 5. The triangular inverse is by fp32 forward substitution inside a tile, joined over a chunk's two tiles.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ SOLVE_LAYOUT = plgpu.Layout.TILED(
 )
 """[4, 16]: a row of the inverse of each of the four tiles, a tile per warp."""
 PRODUCT = plgpu.Layout.WGMMA
+Product = Callable[..., jax.Array]
 
 
 class Operands(NamedTuple):
@@ -65,7 +67,7 @@ def iotas(shape: tuple[int, int], layout: Any) -> tuple[jax.Array, jax.Array]:
     return tuple(plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
 
 
-def product(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:
+def tensor_core_product(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:
     """Sum of the matrix products of `pairs`, float32; the right operand lies in shared memory."""
 
     def run(acc: Any) -> jax.Array:
@@ -74,6 +76,14 @@ def product(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:
         return acc[...]
 
     return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+
+def emulated_product(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:
+    """`product` for interpretation on a CPU, where a tensor-core product cannot take its left operand from registers."""
+    total = jnp.zeros(shape, jnp.float32)
+    for left, right in pairs:
+        total += jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+    return total
 
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -103,25 +113,60 @@ def pattern(keep: jax.Array) -> jax.Array:
     return jnp.where(keep, 1.0, 0.0).astype(jnp.bfloat16)
 
 
-def solve_tiles(lower: Any) -> None:
-    """Overwrites the strictly lower 16 x 16 diagonal tiles of L in `lower` [65, 64] by the rows of (I + L)^-1.
+def own_columns(blocks: jax.Array) -> jax.Array:
+    """[64, 64], zero outside the two chunks' diagonal blocks, as [64, 32]: each row keeps its own chunk's columns."""
+    row, _ = iotas((BLOCK, CHUNK), PRODUCT)
+    return jnp.where(row < CHUNK, blocks[:, :CHUNK], blocks[:, CHUNK:])
+
+
+class TileView:
+    """The four 16 x 16 diagonal tiles of a [65, 64] buffer, seen as [4, 1040] so that one index reaches all of them."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.tiles = buffer.reshape((4, (BLOCK * BLOCK + BLOCK) // 4))
+
+    def entry(self, i: int, j: int) -> jax.Array:
+        """Element (i, j) of each tile."""
+        return plgpu.load(self.tiles.at[:, BLOCK * i + j], layout=SOLVE_LAYOUT.reduce(1), optimized=False)
+
+    def write(self, i: int, row: jax.Array) -> None:
+        """Sets row i of each tile."""
+        self.tiles[:, pl_ds(BLOCK * i, TILE)] = row
+
+
+class EmulatedTileView:
+    """`TileView` for interpretation, which has no reshaped view of shared memory."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+
+    def entry(self, i: int, j: int) -> jax.Array:
+        """Element (i, j) of each tile."""
+        return jnp.stack([self.buffer[start + i, start + j] for start in range(0, BLOCK, TILE)])
+
+    def write(self, i: int, row: jax.Array) -> None:
+        """Sets row i of each tile."""
+        for tile in range(BLOCK // TILE):
+            self.buffer[TILE * tile + i, pl_ds(TILE * tile, TILE)] = row[tile]
+
+
+def solve_tiles(tiles: TileView | EmulatedTileView) -> None:
+    """Overwrites the strictly lower diagonal tiles of L by the rows of (I + L)^-1.
 
     Row i is e_i - sum_{j<i} L_ij row_j, in float32, all four tiles at once.
     """
-    tiles = lower.reshape((4, (BLOCK * BLOCK + BLOCK) // 4))
     _, column = iotas((4, TILE), SOLVE_LAYOUT)
     done: list[jax.Array] = []
     for i in range(TILE):
         row = jnp.where(column == i, 1.0, 0.0)
         for j in range(i):
-            factor = plgpu.load(tiles.at[:, BLOCK * i + j], layout=SOLVE_LAYOUT.reduce(1), optimized=False)
-            row = row - over_rows(factor, SOLVE_LAYOUT, (4, TILE)) * done[j]
+            row = row - over_rows(tiles.entry(i, j), SOLVE_LAYOUT, (4, TILE)) * done[j]
         done.append(row)
     for i, row in enumerate(done):
-        tiles[:, pl_ds(BLOCK * i, TILE)] = row
+        tiles.write(i, row)
 
 
-def join_tiles(lower: jax.Array, solved: Any, high: Any, low: Any) -> jax.Array:
+def join_tiles(lower: jax.Array, solved: Any, high: Any, low: Any, product: Product) -> jax.Array:
     """(I + L)^-1 of both chunks, [64, 64]: D - D M D, with D the inverted tiles and M the products between tiles.
 
     Operands are split in two bfloat16 parts, so the join is good to about 1e-5.
@@ -138,3 +183,154 @@ def join_tiles(lower: jax.Array, solved: Any, high: Any, low: Any) -> jax.Array:
         return product((BLOCK, BLOCK), (left_high, high), (left_high, low), (left_low, high))
 
     return inverse - times(inverse, times(between, inverse))
+
+
+def fetch_raw(qkvz: Any, window: Any, raws: tuple, ready: Any, row: jax.Array, head: jax.Array, start: jax.Array) -> None:
+    """Starts the copies of q, k, v of the block and of the three tokens before it (6 arrivals)."""
+    for part, raw in enumerate(raws):
+        plgpu.copy_gmem_to_smem(qkvz.at[row, pl.ds(start, BLOCK), head, part], raw.at[pl_ds(3, BLOCK)], ready)
+
+        @pl.when(start == 0)
+        def _first() -> None:
+            plgpu.copy_gmem_to_smem(window.at[row, :, head, part], raw.at[pl_ds(0, 3)], ready)
+
+        @pl.when(start > 0)
+        def _later() -> None:
+            plgpu.copy_gmem_to_smem(qkvz.at[row, pl.ds(start - 3, 3), head, part], raw.at[pl_ds(0, 3)], ready)
+
+
+def tile_products(query: Any, key: Any, gates: tuple, columns: Any, product: Product) -> tuple[jax.Array, jax.Array]:
+    """(<k_i, k_j e^(G_i - G_j)>, <q_i, k_j e^(G_i - G_j)>) of both chunks, [64, 64]; entries to be masked are arbitrary.
+
+    Inside a tile both factors refer to the tile's middle; between a chunk's two tiles, to the end of the first.
+    """
+    i, j = iotas((BLOCK, BLOCK), PRODUCT)
+    same = i // TILE == j // TILE
+    middle = i // TILE * TILE + TILE // 2 - 1
+    across = (i // TILE == j // TILE + 1) & (i // TILE % 2 == 1)
+
+    def pair(rows: jax.Array, cols: jax.Array) -> tuple[jax.Array, jax.Array]:
+        columns[...] = (plgpu.load(key, layout=PRODUCT).astype(jnp.float32) * cols).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        left = lambda x: (plgpu.load(x, layout=PRODUCT).astype(jnp.float32) * rows).astype(jnp.bfloat16)  # noqa: E731
+        turned = columns.transpose((1, 0))
+        return product((BLOCK, BLOCK), (left(key), turned)), product((BLOCK, BLOCK), (left(query), turned))
+
+    def summed(weights: jax.Array) -> jax.Array:
+        return product((BLOCK, CHANNELS), (weights, gates[0]), (weights, gates[1]))
+
+    inside = summed(pattern(same & (j <= i)) - pattern(same & (j <= middle)))
+    key_inside, query_inside = pair(jnp.exp2(inside), jnp.exp2(-inside))
+    # Rows of the second tile of a chunk count from its start, columns of the first tile to its end: one array serves both.
+    second = i // TILE % 2 == 1
+    edge = jnp.exp2(summed(pattern(same & ((second & (j <= i)) | (~second & (j > i))))))
+    key_across, query_across = pair(edge, edge)
+    return jnp.where(across, key_across, key_inside), jnp.where(across, query_across, query_inside)
+
+
+def intra(
+    qkvz: Float[Array, "B T H 4 D"],
+    decay_logits: Float[Array, "B T H D"],
+    beta_logits: Float[Array, "B T H"],
+    weights: KdaWeights,
+    window: Float[Array, "B 3 H 3 D"],
+    length: Int32[Array, "B"],
+    lower_bound: float,
+    interpret: Any = None,
+) -> Operands:
+    """Operands of every chunk; T must be a multiple of 64. Chunks past a row's length are left unwritten."""
+    rows, tokens, heads, _, channels = qkvz.shape
+
+    product, view = (tensor_core_product, TileView) if interpret is None else (emulated_product, EmulatedTileView)
+
+    def body(qkvz, decay, beta, conv, a_log, dt_bias, _norm, window, lengths, *refs):
+        query_out, pull_out, push_out, key_out, inverse_out, attention_out, total_out = refs[:7]
+        query, key, columns, narrow, first, second, third, ready = refs[7:]
+        raw_query, gate_high = first
+        raw_key, gate_low, (high, low) = second
+        raw_value, solved, inverse = third
+        row, head = lax.axis_index("rows"), lax.axis_index("heads")
+        start = lax.axis_index("blocks") * BLOCK
+        length = lengths[row] - start
+
+        def strength(layout: Any) -> jax.Array:
+            logits = plgpu.load(beta.at[row, pl.ds(start, BLOCK), head], layout=layout, optimized=False)
+            return 0.5 + 0.5 * jnp.tanh(0.5 * logits.astype(jnp.float32))
+
+        @pl.when(length > 0)
+        def _block() -> None:
+            fetch_raw(qkvz, window, (raw_query, raw_key, raw_value), ready, row, head, start)
+            logits = plgpu.load(decay.at[row, pl.ds(start, BLOCK), head], layout=ROW_LAYOUT, optimized=False)
+            bias = plgpu.load(dt_bias.at[head], layout=ROW_LAYOUT.reduce(0), optimized=False)
+            token, _ = iotas((BLOCK, CHANNELS), ROW_LAYOUT)
+            valid = token < length
+            shifted = (logits.astype(jnp.float32) + over_columns(bias, ROW_LAYOUT)) * (0.5 * jnp.exp(a_log[head]))
+            gates = jnp.where(valid, (0.5 * lower_bound * LOG2_E) * (1.0 + jnp.tanh(shifted)), 0.0)
+            for chunk in range(BLOCK // CHUNK):
+                total = jnp.where(token // CHUNK == chunk, gates, 0.0).sum(axis=0)
+                total_out[row, head, start // CHUNK + chunk] = jnp.exp2(total)
+            plgpu.barrier_wait(ready)
+            query[...] = jnp.where(valid, unit(convolve(raw_query, conv, head, 0), channels**-0.5), 0.0).astype(query.dtype)
+            key[...] = jnp.where(valid, unit(convolve(raw_key, conv, head, 1), 1.0), 0.0).astype(key.dtype)
+            gate_high[...], gate_low[...] = halves(gates)
+            plgpu.commit_smem()
+
+            split = (gate_high, gate_low)
+            lower, attention = tile_products(query, key, split, columns, product)
+            i, j = iotas((BLOCK, BLOCK), PRODUCT)
+            chunked = i // CHUNK == j // CHUNK
+            narrow[...] = own_columns(jnp.where(chunked & (j <= i), attention, 0.0).astype(narrow.dtype))
+            beta_rows = strength(PRODUCT.reduce(1))
+            lower = jnp.where(chunked & (j < i), lower * over_rows(beta_rows, PRODUCT, (BLOCK, BLOCK)), 0.0)
+
+            def summed(keep: jax.Array) -> jax.Array:
+                left = pattern(keep)
+                return jnp.exp2(product((BLOCK, CHANNELS), (left, split[0]), (left, split[1])))
+
+            prefix = summed(chunked & (j <= i))
+            wide = lambda x: plgpu.load(x, layout=PRODUCT).astype(jnp.float32)  # noqa: E731
+            columns[...] = (wide(key) * prefix * over_rows(beta_rows, PRODUCT)).astype(columns.dtype)
+            query[...] = (wide(query) * prefix).astype(query.dtype)
+            key[...] = (wide(key) * summed(chunked & (j > i))).astype(key.dtype)
+            value = jnp.where(valid, convolve(raw_value, conv, head, 2) * over_rows(strength(ROW_LAYOUT.reduce(1)), ROW_LAYOUT), 0.0)
+            gate_high[...] = value.astype(gate_high.dtype)
+            plgpu.commit_smem()
+            there = (row, head, pl.ds(start, BLOCK))
+            outputs = (query_out, pull_out, push_out, key_out, attention_out)
+            for source, target in zip((query, columns, gate_high, key, narrow), outputs):
+                plgpu.copy_smem_to_gmem(source, target.at[there])
+
+            solved[pl_ds(0, BLOCK), :] = lower
+            solve_tiles(view(solved))
+            result = join_tiles(lower, solved, high, low, product)
+            inverse[...] = own_columns(result.astype(inverse.dtype))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(inverse, inverse_out.at[there])
+            plgpu.wait_smem_to_gmem(0)
+
+    wide = jax.ShapeDtypeStruct((rows, heads, tokens, channels), jnp.bfloat16)
+    square = jax.ShapeDtypeStruct((rows, heads, tokens, CHUNK), jnp.bfloat16)
+    total = jax.ShapeDtypeStruct((rows, heads, tokens // CHUNK, channels), jnp.float32)
+    tile = plgpu.SMEM((BLOCK, channels), jnp.bfloat16, transforms=WIDE)
+    raw = plgpu.SMEM((BLOCK + 3, channels), jnp.bfloat16)
+    half = plgpu.SMEM((BLOCK, BLOCK), jnp.bfloat16, transforms=WIDE)
+    blocks = plgpu.SMEM((BLOCK, CHUNK), jnp.bfloat16, transforms=NARROW)
+    solved = plgpu.SMEM((BLOCK + 1, BLOCK), jnp.float32)
+    outputs = plgpu.kernel(
+        body,
+        out_type=(wide, wide, wide, wide, square, square, total),
+        grid=(tokens // BLOCK, heads, rows),
+        grid_names=("blocks", "heads", "rows"),
+        scratch_types=(
+            tile, tile, tile, blocks,
+            plgpu.RefUnion(raw, tile), plgpu.RefUnion(raw, tile, (half, half)), plgpu.RefUnion(raw, solved, blocks),
+            plgpu.Barrier(num_arrivals=6),
+        ),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
+        ),
+        interpret=interpret,
+        kernel_name="kda_intra",
+    )(qkvz, decay_logits, beta_logits, *weights, window, length)
+    return Operands(*outputs)
+

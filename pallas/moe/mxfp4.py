@@ -6,6 +6,7 @@ backends; here the bits of each float are put together directly. The lower nibbl
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8, UInt32
 
 GROUP = 32
@@ -39,7 +40,7 @@ def _float32_bits(code: UInt32[Array, "..."], scale: UInt32[Array, "..."]) -> UI
 
 
 def dequantize(
-    packed: UInt8[Array, "*rows half"], scale: UInt8[Array, "*rows groups"], dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    packed: UInt8[Array, "*rows half"], scale: UInt8[Array, "*rows groups"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*rows 2*half"]:
     """Exact values as bfloat16 or float32; `half` is 16 times `groups`.
 

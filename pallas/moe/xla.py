@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 from pallas.activation import situ
 from pallas.moe import grouped
 from pallas.moe.mxfp4 import dequantize
-from pallas.moe.types import DenseExperts, Experts, PackedExperts, Routing
+from pallas.moe.types import DenseExperts, Experts, Routing
 from pallas.precision import einsum
 
 FEW_PAIRS = 64

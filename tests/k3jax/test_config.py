@@ -104,7 +104,9 @@ def test_every_problem_is_named_at_once():
 
 def test_inconsistent_fields_are_listed():
     moe = dataclasses.replace(nano().moe, num_experts_per_token=99, latent_size=40)
-    with pytest.raises(ConfigError, match=r"(?s)num_experts_per_token is 99.*latent_size is 40.*eos_token_id is 9999999"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)num_experts_per_token is 99.*latent_size is 40.*eos_token_id is 9999999"
+    ):
         dataclasses.replace(nano(), moe=moe, eos_token_id=9999999)
 
 

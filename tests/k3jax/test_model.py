@@ -137,7 +137,9 @@ def test_a_fresh_row_ignores_what_its_slot_holds(split, ids, full, cache):
     poisoned = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache)
     out = step.extend(*split, poisoned, rows_of([72, 72]), ids)
     assert relative(out.logits, full) < TOLERANCE
-    single = step.extend(*split, jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), out.cache), rows_of([1, 1]), ids[:, :1])
+    single = step.extend(
+        *split, jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), out.cache), rows_of([1, 1]), ids[:, :1]
+    )
     assert relative(single.logits[:, 0], full[:, 0]) < TOLERANCE
 
 

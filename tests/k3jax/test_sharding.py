@@ -21,7 +21,9 @@ def test_k3_is_split_evenly_by_tp8():
         shape = layout.sharding(spec.axes, spec.shape).shard_shape(spec.shape)
         size = spec.array_dtype("bfloat16").itemsize
         if shape == spec.shape:
-            whole += size * jax.numpy.prod(jax.numpy.array(shape)).item() if len(shape) < 2 else size * shape[0] * shape[1]
+            whole += (
+                size * jax.numpy.prod(jax.numpy.array(shape)).item() if len(shape) < 2 else size * shape[0] * shape[1]
+            )
         elif path[-1] == "experts":
             assert shape[-1] * 8 == spec.shape[-1]
     assert whole < 12e9

@@ -114,7 +114,9 @@ def test_write_and_gather():
 def test_a_write_beyond_the_table_is_dropped():
     pool = jnp.zeros((4, 2, 3), jnp.float32)
     rows = jnp.ones((1, 4, 3), jnp.float32)
-    out = mla.write_pages(pool, rows, jnp.asarray([[2]], jnp.int32), jnp.asarray([0], jnp.int32), jnp.ones((1, 4), bool))
+    out = mla.write_pages(
+        pool, rows, jnp.asarray([[2]], jnp.int32), jnp.asarray([0], jnp.int32), jnp.ones((1, 4), bool)
+    )
     assert np.asarray(out).sum() == 2 * 3
     assert np.asarray(out[2]).all()
 
@@ -122,5 +124,7 @@ def test_a_write_beyond_the_table_is_dropped():
 def test_the_dummy_page_is_never_written():
     pool = jnp.zeros((4, 2, 3), jnp.float32)
     rows = jnp.ones((1, 2, 3), jnp.float32)
-    out = mla.write_pages(pool, rows, jnp.asarray([[0]], jnp.int32), jnp.asarray([0], jnp.int32), jnp.ones((1, 2), bool))
+    out = mla.write_pages(
+        pool, rows, jnp.asarray([[0]], jnp.int32), jnp.asarray([0], jnp.int32), jnp.ones((1, 2), bool)
+    )
     assert not np.asarray(out).any()

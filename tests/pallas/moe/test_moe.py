@@ -71,7 +71,9 @@ def test_every_code_and_every_scale(dtype):
     codes = np.tile(np.arange(16, dtype=np.uint8), 2)
     packed = np.tile(codes[0::2] | (codes[1::2] << 4), (253, 1))
     scale = np.arange(253, dtype=np.uint8)[:, None]
-    values = np.asarray(moe.dequantize(jnp.asarray(packed), jnp.asarray(scale), jnp.dtype(dtype)).astype(jnp.float32), np.float64)
+    values = np.asarray(
+        moe.dequantize(jnp.asarray(packed), jnp.asarray(scale), jnp.dtype(dtype)).astype(jnp.float32), np.float64
+    )
     np.testing.assert_array_equal(values, decode(packed, scale))
     assert np.signbit(values[:, 8]).all()  # code 8 is minus zero
 
@@ -103,7 +105,8 @@ def test_packed_equals_dense(tokens, dense):
     packed = draw_experts()
     x, ids, weights = draw_tokens(tokens)
     arrays = moe.DenseExperts(
-        moe.dequantize(packed.gate_up_packed, packed.gate_up_scale), moe.dequantize(packed.down_packed, packed.down_scale)
+        moe.dequantize(packed.gate_up_packed, packed.gate_up_scale),
+        moe.dequantize(packed.down_packed, packed.down_scale),
     )
     function = reference.experts if dense else moe.experts
     x, ids, weights = map(jnp.asarray, (x, ids, weights))
