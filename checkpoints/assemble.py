@@ -36,14 +36,19 @@ class InFlight:
         self._arrays: collections.deque[jax.Array] = collections.deque()
 
     def add(self, array: jax.Array) -> jax.Array:
-        """Registers a transfer; waits for the oldest ones while the sum exceeds the budget."""
+        """Registers a transfer; forgets finished ones, and waits for the oldest while the sum is over the budget."""
         self._arrays.append(array)
         self._bytes += array.nbytes
-        while self._bytes > self._budget:
+        while self._arrays and (self._bytes > self._budget or self._finished(self._arrays[0])):
             oldest = self._arrays.popleft()
             self._bytes -= oldest.nbytes
-            oldest.block_until_ready()
+            if not self._finished(oldest):
+                oldest.block_until_ready()
         return array
+
+    @staticmethod
+    def _finished(array: jax.Array) -> bool:
+        return array.is_deleted() or array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def place(

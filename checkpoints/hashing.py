@@ -27,7 +27,9 @@ def write_hashes(directory: Path, manifest: Path, progress: Progress | None = No
     try:
         manifest.write_text(json.dumps({"files": digests}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     except OSError as error:
-        raise CheckpointError(f"{manifest}: cannot be written ({error.strerror})") from error
+        raise CheckpointError(
+            f"{manifest}: cannot be written ({error.strerror}); name another file with --manifest"
+        ) from error
 
 
 def verify_hashes(directory: Path, manifest: Path, progress: Progress | None = None) -> int:

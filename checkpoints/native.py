@@ -209,8 +209,8 @@ def check_stored(root: Path, config: K3Config, dtype: np.dtype[Any]) -> None:
             continue
         try:
             found = orbax_adapter.describe(directory)
-        except Exception as error:  # orbax raises whatever its parsers raise on damaged metadata
-            problems.append(f"{PARAMETERS}/{group}: metadata cannot be read ({_first_line(error)})")
+        except orbax_adapter.StoredError as error:
+            problems.append(f"{PARAMETERS}/{group}: metadata cannot be read ({error})")
             continue
         problems += _differences(dict(params.flatten(members)), found, dtype)
     if problems:
@@ -227,9 +227,5 @@ def _read_group(
     )
     try:
         return orbax_adapter.read(directory, abstract)
-    except Exception as error:  # tensorstore reports damaged data under several types
-        raise CheckpointError(f"{directory}: cannot be read ({_first_line(error)})") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
+    except orbax_adapter.StoredError as error:
+        raise CheckpointError(f"{directory}: cannot be read ({error})") from error

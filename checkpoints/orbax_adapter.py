@@ -1,6 +1,8 @@
 """The only file that imports orbax: one tree of arrays in, one tree out (v1 API, still experimental)."""
 
-from collections.abc import Iterator, Mapping
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,10 @@ CONCURRENT_BYTES = 1 << 30
 Tree = dict[str, Any]
 
 
+class StoredError(ValueError):
+    """Stored data that orbax cannot read."""
+
+
 def is_complete(path: Path) -> bool:
     """Whether `path` holds a tree whose `write` has finished."""
     return path.is_dir() and ocp.is_orbax_checkpoint(str(path))
@@ -28,19 +34,39 @@ def write(path: Path, tree: Mapping[str, Any]) -> None:
 
 
 def describe(path: Path) -> dict[tuple[str, ...], tuple[tuple[int, ...], jnp.dtype]]:
-    """Shape and dtype of every stored array, from the metadata alone."""
+    """Shape and dtype of every stored array, from the metadata alone; `StoredError` when it is damaged."""
     with _context():
-        stored = ocp.metadata(str(path)).metadata
-    return {keys: (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for keys, leaf in _leaves(stored, ())}
+        leaves = dict(_leaves(_guarded(lambda: ocp.metadata(str(path)).metadata), ()))
+    if None in leaves.values():
+        raise StoredError("descriptions of arrays are lost")
+    return {keys: (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for keys, leaf in leaves.items()}
 
 
 def read(path: Path, abstract: Mapping[str, Any]) -> Tree:
     """Reads a nested dict of `jax.ShapeDtypeStruct` with shardings, which must have the stored structure.
 
-    orbax casts silently to the requested dtypes; compare with `describe` first.
+    orbax casts silently to the requested dtypes; compare with `describe` first. Raises `StoredError`.
     """
     with _context():
-        return ocp.load(str(path), dict(abstract))
+        return _guarded(lambda: ocp.load(str(path), dict(abstract)))
+
+
+def _guarded(function: Callable[[], Any]) -> Any:
+    """Calls orbax and turns whatever it raises, of many types and lengths, into one short `StoredError`."""
+    try:
+        return function()
+    except Exception as error:  # orbax and tensorstore share no base class
+        reason = str(error).strip().split("\n", 1)[0].split(" [tensorstore_spec=", 1)[0]
+    # Reads that failed beside the first one are never awaited; asyncio would print each of them some time later.
+    logger = logging.getLogger("asyncio")
+    logger.addFilter(_drop)
+    gc.collect()
+    logger.removeFilter(_drop)
+    raise StoredError(reason)
+
+
+def _drop(_: logging.LogRecord) -> bool:
+    return False
 
 
 def barrier(name: str) -> None:

@@ -2,16 +2,33 @@
 
 import sys
 import time
-from typing import TextIO
+from typing import Protocol, runtime_checkable
 
 PERIOD = 0.1
 """Seconds between two updates."""
 
 
+@runtime_checkable
+class Stream(Protocol):
+    """What a progress line needs of `sys.stderr`."""
+
+    def isatty(self) -> bool:
+        """Whether a person may be looking."""
+        ...
+
+    def write(self, text: str, /) -> int:
+        """Writes text."""
+        ...
+
+    def flush(self) -> None:
+        """Makes it visible."""
+        ...
+
+
 class ProgressLine:
     """A context manager to be called with (bytes done, bytes in all): bytes, rate and time left on one line."""
 
-    def __init__(self, label: str, stream: TextIO | None = None) -> None:
+    def __init__(self, label: str, stream: Stream | None = None) -> None:
         self._label = label
         self._stream = stream or sys.stderr
         self._tty = self._stream.isatty()

@@ -25,8 +25,8 @@ def load(
     """Loads the text model at `path`: a directory with safetensors shards, one safetensors file, or a saved model.
 
     Returns the configuration and arrays in the structure of `params.model_specs`. `dtype` is the model's:
-    bfloat16 keeps the released values, float32 casts them exactly; float32 and packed uint8 parameters stay
-    what they are. Without `shardings` the arrays lie uncommitted on the default device.
+    bfloat16 keeps the released values, float32 casts them exactly, None takes what is stored; float32 and packed
+    uint8 parameters stay what they are. Without `shardings` the arrays lie uncommitted on the default device.
 
     Headers are checked completely before data is read (`check`). Host memory is bounded by one device's shard of
     one parameter plus `streaming.IN_FLIGHT_BYTES`, besides arrays that live on the host anyway (CPU backend).
@@ -39,7 +39,8 @@ def load(
     config = config or read_config(path)
     source = check(path, config)
     specs = params.model_specs(config)
-    return config, load_tree(source, specs, dtype=dtype, shardings=shardings, progress=progress)
+    model = jnp.bfloat16 if dtype is None else dtype
+    return config, load_tree(source, specs, dtype=model, shardings=shardings, progress=progress)
 
 
 def open_stream(path: str | Path) -> tuple[K3Config, Iterator[tuple[Keys, jax.Array]]]:

@@ -90,7 +90,7 @@ def plan_bytes(config: K3Config, limit: int) -> Plan:
         files[-1][name] = tensor
         used += _nbytes(tensor)
     if len(files) == 1:
-        return Plan((_shard(SINGLE, files[0]),), None)
+        return Plan((plan_shard(SINGLE, files[0]),), None)
     return _plan(files)
 
 
@@ -106,11 +106,11 @@ def plan_like(source: Source) -> Plan:
 
 def _plan(files: Sequence[Tensors]) -> Plan:
     names = [f"model-{number:05d}-of-{len(files):06d}.safetensors" for number in range(1, len(files) + 1)]
-    shards = tuple(_shard(name, tensors) for name, tensors in zip(names, files, strict=True))
+    shards = tuple(plan_shard(name, tensors) for name, tensors in zip(names, files, strict=True))
     return Plan(shards, _index(shards))
 
 
-def _shard(file: str, tensors: Tensors) -> ShardPlan:
+def plan_shard(file: str, tensors: Tensors) -> ShardPlan:
     """Tensors in the order of the safetensors library: wider dtypes first, then by name."""
     entries: dict[str, TensorEntry] = {}
     end = 0

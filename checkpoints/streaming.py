@@ -58,8 +58,9 @@ def stream(
         if problems := padding_problems(tuple(flat.values()), tensors):
             raise CheckpointError(f"{source.directory} cannot be used", problems)
         for keys, spec in flat.items():
-            yield keys, place(spec, tensors, spec.array_dtype(activations), placement[keys], in_flight, executor)
+            array = place(spec, tensors, spec.array_dtype(activations), placement[keys], in_flight, executor)
             tensors.release()
+            yield keys, array
 
 
 def reported(
@@ -115,7 +116,7 @@ def targets(
     for keys in (keys for keys in specs if keys in given):
         try:
             given[keys].shard_shape(specs[keys].shape)
-        except ValueError as error:
+        except (ValueError, IndexError) as error:  # JAX indexes past the end when a spec has too many axes
             problems.append(f"{dotted(keys)}: shape {list(specs[keys].shape)} cannot be split so: {error}")
     if problems:
         raise CheckpointError("shardings do not fit the parameters", problems)

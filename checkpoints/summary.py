@@ -7,6 +7,7 @@ from pathlib import Path
 
 from checkpoints import native, reading
 from checkpoints.checking import OTHER_PARTS, read_config
+from checkpoints.errors import CheckpointError
 from checkpoints.progress import size
 from checkpoints.source import Source, find_source
 from checkpoints.streaming import parameter_bytes
@@ -42,7 +43,7 @@ def describe(path: str | Path) -> Iterator[str]:
     yield f"{path}: released format, {len(source.shards)} shard(s), {size(source.nbytes)} of tensors"
     try:
         yield from config_lines(read_config(path))
-    except ConfigError as error:
+    except (CheckpointError, ConfigError) as error:
         problems.append(str(error))
     yield from _census(source)
     yield from _shard_lines(source)

@@ -13,6 +13,9 @@ CHUNKS = (32, 128, 512, 2048)
 PAGE_SIZE = 64
 """Tokens per page of the latent cache."""
 
+NARROWEST = 4
+"""Pages of the smallest page table."""
+
 WIDEST_STEP = 256
 """Page tables up to this width grow by four, wider ones by two: padding costs memory there."""
 
@@ -44,12 +47,12 @@ def chunk_size(remaining: int) -> int:
 
 
 def table_width(tokens: int, longest: int) -> int:
-    """Pages in a row's table that holds `tokens`; never more than `longest` tokens need."""
+    """Pages in a row's table that holds `tokens`; not wider than `longest` tokens, the most there can be, need."""
     needed, most = -(-tokens // PAGE_SIZE), -(-longest // PAGE_SIZE)
-    width = 4
+    width, most = NARROWEST, max(most, NARROWEST)
     while width < needed:
         width *= 4 if width < WIDEST_STEP else 2
-    return max(min(width, most), needed)
+    return min(width, most)
 
 
 def power_of_two(count: int, least: int = 1) -> int:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from k3jax.config import K3Config
+from pallas import kda
+from pallas.dispatch import Implementation
 
 Leaf = Any
 """An array, or what a transformation puts in its place: a tracer, an abstract value, a sharding."""
@@ -81,6 +83,23 @@ class KdaCache:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
+class KdaSpeculative:
+    """A KDA layer that a step reads and does not write: what its tokens would change waits in `pending`."""
+
+    state: Leaf
+    window: Leaf
+    pending: tuple[kda.Records, Leaf] | None = None
+    """Records of `kda.verify` and the raw projections of the tokens; None before the step."""
+
+    def commit(self, rows: Rows, accepted: Int32[Array, " B"], implementation: Implementation) -> KdaCache:
+        """The pools after the first `accepted` tokens of each row. Donates the pools."""
+        assert self.pending is not None
+        pools = (self.state, self.window, rows.active_slot, accepted)
+        return KdaCache(*kda.commit(*self.pending, *pools, implementation=implementation))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
 class MlaCache:
     """Latent rows of one MLA layer, by page."""
 
@@ -88,7 +107,7 @@ class MlaCache:
     """[pages, page, L]: normalised latent and raw shared key."""
 
 
-LayerCache = KdaCache | MlaCache
+LayerCache = KdaCache | KdaSpeculative | MlaCache
 
 
 @jax.tree_util.register_dataclass
@@ -104,6 +123,25 @@ class K3Cache:
         slots = next((entry.state.shape[0] for entry in self.layers if isinstance(entry, KdaCache)), 0)
         pages, page = next((entry.latent.shape[:2] for entry in self.layers if isinstance(entry, MlaCache)), (0, 0))
         return slots, pages, page
+
+    def speculative(self) -> "K3Cache":
+        """The same pools, for a step whose tokens may be rejected: see `commit`."""
+
+        def protect(entry: LayerCache) -> LayerCache:
+            return KdaSpeculative(entry.state, entry.window) if isinstance(entry, KdaCache) else entry
+
+        return K3Cache(tuple(map(protect, self.layers)))
+
+    def commit(self, rows: Rows, accepted: Int32[Array, " B"], implementation: Implementation = None) -> "K3Cache":
+        """The cache with the first `accepted` tokens of each row's speculative step. Donates the pools.
+
+        Latent rows need nothing: those behind a row's length are overwritten before they are seen.
+        """
+
+        def settle(entry: LayerCache) -> LayerCache:
+            return entry.commit(rows, accepted, implementation) if isinstance(entry, KdaSpeculative) else entry
+
+        return K3Cache(tuple(map(settle, self.layers)))
 
     @property
     def nbytes(self) -> int:

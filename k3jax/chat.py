@@ -63,9 +63,7 @@ def render(
 
     Raises ValueError naming the message and the field.
     """
-    segments = render_segments(
-        messages, tools, thinking_effort, thinking, tool_choice, response_format, **options
-    )
+    segments = render_segments(messages, tools, thinking_effort, thinking, tool_choice, response_format, **options)
     return chat_segments.encode(tokenizer, segments)
 
 
@@ -179,3 +177,11 @@ def _unfinished(turn: Turn | None, thinking: bool) -> list[Segment]:
     if thinking:
         segments += element("think", body=text_body(turn.reasoning))
     return [*segments, *open_tag("response"), *turn.body]
+
+
+if __name__ == "__main__":
+    import sys
+
+    from k3jax.chat_cli import main
+
+    sys.exit(main())

@@ -7,7 +7,7 @@ come as a JSON string: R1 parses and re-dumps, R2 keeps each value's own bytes.
 import json
 from collections.abc import Mapping
 from enum import StrEnum
-from json.decoder import JSONDecodeError, JSONDecoder, scanstring
+from json.decoder import JSONDecodeError, JSONDecoder
 
 from k3jax.chat_segments import Segment, element, text_body
 
@@ -83,7 +83,7 @@ def split_object(text: str) -> dict[str, tuple[object, str]]:
         return found
     while True:
         _expect(text, at, '"')
-        key, at = scanstring(text, at + 1, True)
+        key, at = _DECODER.raw_decode(text, at)
         at = _skip_space(text, at)
         _expect(text, at, ":")
         start = _skip_space(text, at + 1)

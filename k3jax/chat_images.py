@@ -29,7 +29,7 @@ class ImageSlots:
     alone, the literals are ordinary text, so that nobody's text can take an image.
     """
 
-    def __init__(self, messages: Sequence[tuple[str, Mapping[str, object]]], images: Sequence[str] = ()):
+    def __init__(self, messages: Sequence[tuple[str, Mapping[str, object]]], images: Sequence[str] = ()) -> None:
         contents = {place: list(_parts(place, message)) for place, message in messages}
         image_parts = sum(part is None for parts in contents.values() for part in parts)
         literals = sum(part.count(PLACEHOLDER) for parts in contents.values() for part in parts if part is not None)

@@ -1,21 +1,23 @@
 """How often and how long XLA compiles, from JAX's own events."""
 
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import jax
 
-_EVENT = "/jax/core/compile/backend_compile_duration"
+_COMPILE = "/jax/core/compile/backend_compile_duration"
+_LOWER = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_TRACE = "/jax/core/compile/jaxpr_trace_duration"
 
 
 class Compilations:
-    """Counts compilations while it is entered, and the time of the calls through it that compiled."""
+    """Counts compilations while it is entered, and the seconds that calls through it spend on them."""
 
     def __init__(self) -> None:
         self.count = 0
         self.seconds = 0.0
+        self._tracing = self._rest = 0.0
 
     def __enter__(self) -> "Compilations":
         jax.monitoring.register_event_duration_secs_listener(self._listen)
@@ -27,12 +29,19 @@ class Compilations:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(*args)`. A call that compiles returns as soon as its work is enqueued, so its time is that of compiling."""
-        before, start = self.count, time.perf_counter()
+        """`function(*args)`, with its tracing, lowering and compilation added to `seconds`.
+
+        Wall time would not do: a call that compiles may also wait for the device.
+        """
+        self._tracing = self._rest = 0.0
         result = function(*args)
-        if self.count > before:
-            self.seconds += time.perf_counter() - start
+        self.seconds += self._tracing + self._rest
         return result
 
     def _listen(self, event: str, duration: float, **_: Any) -> None:
-        self.count += event == _EVENT
+        if event == _TRACE:
+            # Functions traced inside another one report too; the outermost one holds them all.
+            self._tracing = max(self._tracing, duration)
+        elif event in (_COMPILE, _LOWER):
+            self._rest += duration
+            self.count += event == _COMPILE

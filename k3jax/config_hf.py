@@ -108,7 +108,7 @@ _WRAPPER_OTHER = frozenset(
 )
 
 # Defaults that Hugging Face writes into every configuration; none of them reaches the model.
-_INERT = frozenset(
+INERT = frozenset(
     [
         "add_cross_attention",
         "attention_bias",
@@ -217,7 +217,7 @@ def read_text(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     linear = text.get("linear_attn_config")
     if not isinstance(linear, Mapping):
         return {}, [*problems, f"linear_attn_config is {linear!r}, expected an object with num_heads, head_dim, layers"]
-    known = {*_TEXT, *_MLA, *_MOE, *_FIXED, *_INERT} | {
+    known = {*_TEXT, *_MLA, *_MOE, *_FIXED, *INERT} | {
         "linear_attn_config",
         "quantization_config",
         "num_key_value_heads",
@@ -251,7 +251,7 @@ def _fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], prefix: str) -> 
 
 
 def _wrapper_problems(config: Mapping[str, Any]) -> list[str]:
-    return _unknown(config, {*_WRAPPER_FIXED, *_WRAPPER_OTHER, *_INERT}, "") + _fixed(config, _WRAPPER_FIXED, "")
+    return _unknown(config, {*_WRAPPER_FIXED, *_WRAPPER_OTHER, *INERT}, "") + _fixed(config, _WRAPPER_FIXED, "")
 
 
 def _quantization_problems(quantization: Any) -> list[str]:

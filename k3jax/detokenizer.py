@@ -12,7 +12,7 @@ class Detokenizer:
     The pieces joined equal `tokenizer.decode(all_ids, skip_special)`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True):
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -27,6 +27,8 @@ class LayerTrace(NamedTuple):
     """The running prefix after the layer."""
     routing: Routing | None
     """Routed experts of each token (flattened); None in a dense layer."""
+    mixed: Float[Array, "B T D"]
+    """What the next read of the residual stream makes of it: the next layer's, or the output's."""
 
 
 class Output(NamedTuple):
@@ -101,10 +103,14 @@ class K3(nnx.Module):
             entries.append(entry)
             assert residual.prefix is not None
             if trace:
-                traces.append(LayerTrace(residual.prefix, routing))
+                traces.append(LayerTrace(residual.prefix, routing, self._next_read(index)(residual)))
         hidden = self.norm(self.output_res(residual))
         kept = [entry for entry in entries if entry is not None]
         return Output(hidden, K3Cache(tuple(kept)) if cache else None, tuple(traces))
+
+    def _next_read(self, layer: int) -> AttnRes:
+        """The read that follows `layer`."""
+        return self.output_res if layer + 1 == len(self.layers) else self.layers[layer + 1].attention_res
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """float32 logits over the vocabulary, rounded to the model's dtype first as the released code does."""

@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from k3jax import buckets, step
 from k3jax.cache import K3Cache, Rows
+from k3jax.forced_routing import Forced, extend_forced
 from k3jax.runtime import Model
 from k3jax.states import States, as_float, conv_states, kda_states, latents
 
@@ -30,13 +31,28 @@ class Progress:
 
     def feed(self, ids: Sequence[int], size: int, *, trace: bool = False) -> tuple[step.Forward, "Progress"]:
         """Runs `ids`, padded to `size` tokens. Donates the cache."""
+        output = step.extend(self.model.graph, self.model.leaves, self.cache, *self._inputs(ids, size), trace=trace)
+        return output, self._after(output, len(ids))
+
+    def feed_forced(
+        self, ids: Sequence[int], size: int, experts: Int[np.ndarray, "moe_layers T k"]
+    ) -> tuple[Forced, "Progress"]:
+        """`feed` with every token routed to the given experts. Donates the cache."""
+        padded = np.tile(np.arange(experts.shape[2], dtype=np.int32), (experts.shape[0], size, 1))
+        padded[:, : len(ids)] = experts
+        choices = self.model.place(tuple(padded))
+        output = extend_forced(self.model.graph, self.model.leaves, self.cache, *self._inputs(ids, size), choices)
+        return output, self._after(output.forward, len(ids))
+
+    def _inputs(self, ids: Sequence[int], size: int) -> tuple[Rows, Any]:
         padded = np.zeros((1, size), np.int32)
         padded[0, : len(ids)] = ids
         rows = dataclasses.replace(self.rows, query_length=np.asarray([len(ids)], np.int32))
-        arrays = self.model.place((rows, padded))
-        output = step.extend(self.model.graph, self.model.leaves, self.cache, *arrays, trace=trace)
+        return self.model.place((rows, padded))
+
+    def _after(self, output: step.Forward, tokens: int) -> "Progress":
         assert output.cache is not None
-        return output, Progress(self.model, output.cache, rows.advance())
+        return Progress(self.model, output.cache, dataclasses.replace(self.rows, length=self.rows.length + tokens))
 
 
 def observe(
@@ -46,17 +62,50 @@ def observe(
 
     `size` and `room` are the padded length and the tokens of cache, so that several prompts share one program.
     """
-    size = max(size, buckets.power_of_two(len(ids), buckets.CHUNKS[0]))
-    output, progress = Progress.start(model, max(room, size + len(decode_ids))).feed(ids, size, trace=True)
-    prompt = _prompt_states(output, progress.cache, len(ids))
+    size = size or buckets.power_of_two(len(ids), buckets.CHUNKS[0])
+    output, progress = Progress.start(model, max(room, len(ids) + len(decode_ids))).feed(ids, size, trace=True)
+    return _collect(output, progress, len(ids), decode_ids)
+
+
+def observe_forced(
+    model: Model,
+    ids: Sequence[int],
+    experts: Int[np.ndarray, "moe_layers T k"],
+    decode_ids: Sequence[int] = (),
+    *,
+    size: int,
+    room: int,
+) -> tuple[States, Float[np.ndarray, "moe_layers T E"]]:
+    """`observe` with the prompt routed to `experts`, and the scores by which each router would have chosen."""
+    progress = Progress.start(model, room)
+    output, progress = progress.feed_forced(ids, size, experts)
+    scores = np.stack([np.asarray(layer)[: len(ids)] for layer in output.scores])
+    return _collect(output.forward, progress, len(ids), decode_ids), scores
+
+
+def _collect(output: step.Forward, progress: Progress, tokens: int, decode_ids: Sequence[int]) -> States:
+    prompt = _prompt_states(output, progress.cache, tokens)
     logits, cache = feed_each(progress, decode_ids)
     after = (kda_states(cache), conv_states(cache)) if len(decode_ids) else ({}, {})
     return States(
-        **prompt,
-        decode_logits=logits,
-        kda_state_after_decode=after[0],
-        conv_state_after_decode=after[1],
+        **prompt, decode_logits=logits, kda_state_after_decode=after[0], conv_state_after_decode=after[1]
     )
+
+
+def in_chunks(
+    model: Model, ids: Sequence[int], chunk: int, *, room: int
+) -> tuple[Float[np.ndarray, "T V"], K3Cache]:
+    """Logits of all positions and the cache when `ids` go through it in pieces of at most `chunk` tokens.
+
+    A prompt that one piece would hold goes in two.
+    """
+    piece = max(1, min(chunk, (len(ids) + 1) // 2))
+    progress, logits = Progress.start(model, room), []
+    for start in range(0, len(ids), piece):
+        part = ids[start : start + piece]
+        output, progress = progress.feed(part, chunk)
+        logits.append(np.asarray(output.logits)[0, : len(part)])
+    return np.concatenate(logits), progress.cache
 
 
 def feed_each(progress: Progress, ids: Sequence[int]) -> tuple[Float[np.ndarray, "N V"], K3Cache]:

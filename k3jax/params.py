@@ -78,33 +78,35 @@ def piece(
     take: tuple[slice, ...] = (),
     permutation: tuple[int, ...] | None = None,
     index: tuple[int | slice, ...] = (),
+    prefix: str = PREFIX,
 ) -> HfPiece:
     """A piece with the identity for everything left out."""
     view = view or shape
     order = permutation or tuple(range(len(view)))
-    return HfPiece(PREFIX + name, shape, _HF_DTYPE[dtype], view, take, order, index)
+    return HfPiece(prefix + name, shape, _HF_DTYPE[dtype], view, take, order, index)
 
 
-def _plain(
+def plain(
     name: str,
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
     dtype: ParamDtype = "model",
     init: Init = "normal",
     hf_shape: tuple[int, ...] | None = None,
+    prefix: str = PREFIX,
 ) -> ParamSpec:
     """A parameter that is one released tensor, up to a reshape."""
-    return ParamSpec(shape, dtype, axes, init, (piece(name, hf_shape or shape, dtype, view=shape),))
+    return ParamSpec(shape, dtype, axes, init, (piece(name, hf_shape or shape, dtype, view=shape, prefix=prefix),))
 
 
 def _norm(name: str, width: int, axis: str | None = None, dtype: ParamDtype = "model") -> ParamSpec:
-    return _plain(name, (width,), (axis,), dtype, "ones")
+    return plain(name, (width,), (axis,), dtype, "ones")
 
 
 def _attn_res(config: K3Config, name: str) -> Tree:
     """Norm weight and pseudo-query of one AttnRes site (report section 2.2)."""
     width = config.hidden_size
-    query = _plain(f"{name}_proj.weight", (width,), ("embed",), init="zeros", hf_shape=(1, width))
+    query = plain(f"{name}_proj.weight", (width,), ("embed",), init="zeros", hf_shape=(1, width))
     return {"norm": _norm(f"{name}_norm.weight", width, "embed"), "query": query}
 
 
@@ -134,14 +136,14 @@ def _kda(config: K3Config, name: str) -> Tree:
         "qkvz": ParamSpec(
             (heads, 4, dim, width), "model", ("kda_heads", None, None, "embed"), "normal", tuple(streams)
         ),
-        "f_a": _plain(f"{name}.f_a_proj.weight", (dim, width), (None, "embed")),
-        "f_b": _plain(f"{name}.f_b_proj.weight", (heads, dim, dim), (*head_axes, None), hf_shape=(kda.width, dim)),
-        "beta": _plain(f"{name}.b_proj.weight", (heads, width), ("kda_heads", "embed")),
+        "f_a": plain(f"{name}.f_a_proj.weight", (dim, width), (None, "embed")),
+        "f_b": plain(f"{name}.f_b_proj.weight", (heads, dim, dim), (*head_axes, None), hf_shape=(kda.width, dim)),
+        "beta": plain(f"{name}.b_proj.weight", (heads, width), ("kda_heads", "embed")),
         "conv": ParamSpec(
             (kda.conv_kernel_size, heads, 3, dim), "float32", (None, "kda_heads", None, None), "normal", tuple(convs)
         ),
         "a_log": ParamSpec((heads,), "float32", ("kda_heads",), "zeros", (a_log,)),
-        "dt_bias": _plain(f"{name}.dt_bias", (heads, dim), head_axes, "float32", "dt_bias", (kda.width,)),
+        "dt_bias": plain(f"{name}.dt_bias", (heads, dim), head_axes, "float32", "dt_bias", (kda.width,)),
         "norm": _norm(f"{name}.o_norm.weight", dim, dtype="float32"),
         "out": ParamSpec((width, heads, dim), "model", ("embed", "kda_heads", None), "normal", (out_piece,)),
     }
@@ -163,7 +165,7 @@ def _mla(config: K3Config, name: str) -> Tree:
         "in_proj": ParamSpec((rows, width), "model", (None, "embed"), "normal", in_proj),
         "q_norm": _norm(f"{name}.q_a_layernorm.weight", mla.q_lora_rank),
         "kv_norm": _norm(f"{name}.kv_a_layernorm.weight", mla.kv_lora_rank),
-        "q_up": _plain(
+        "q_up": plain(
             f"{name}.q_b_proj.weight",
             (heads, mla.query_width, mla.q_lora_rank),
             head_axes,
@@ -171,10 +173,10 @@ def _mla(config: K3Config, name: str) -> Tree:
         ),
         "key_up": ParamSpec((heads, keys, mla.kv_lora_rank), "model", head_axes, "normal", (key_up,)),
         "value_up": ParamSpec((heads, values, mla.kv_lora_rank), "model", head_axes, "normal", (value_up,)),
-        "gate": _plain(
+        "gate": plain(
             f"{name}.g_proj.weight", (heads, values, width), ("heads", None, "embed"), hf_shape=(heads * values, width)
         ),
-        "out": _plain(
+        "out": plain(
             f"{name}.o_proj.weight", (width, heads, values), ("embed", "heads", None), hf_shape=(width, heads * values)
         ),
     }
@@ -187,7 +189,7 @@ def _mlp(config: K3Config, name: str, size: int) -> Tree:
     )
     return {
         "gate_up": ParamSpec((2, size, width), "model", (None, "ffn", "embed"), "normal", pair),
-        "down": _plain(f"{name}.down_proj.weight", (width, size), ("embed", "ffn")),
+        "down": plain(f"{name}.down_proj.weight", (width, size), ("embed", "ffn")),
     }
 
 
@@ -228,11 +230,11 @@ def _moe(config: K3Config, name: str) -> Tree:
     moe, width = config.moe, config.hidden_size
     count, latent = moe.num_experts, moe.latent_size
     return {
-        "router": _plain(f"{name}.gate.weight", (count, width), (None, "embed")),
-        "correction_bias": _plain(f"{name}.gate.e_score_correction_bias", (count,), (None,), "float32", "zeros"),
-        "latent_down": _plain(f"{name}.routed_expert_down_proj.weight", (latent, width), ("latent", "embed")),
+        "router": plain(f"{name}.gate.weight", (count, width), (None, "embed")),
+        "correction_bias": plain(f"{name}.gate.e_score_correction_bias", (count,), (None,), "float32", "zeros"),
+        "latent_down": plain(f"{name}.routed_expert_down_proj.weight", (latent, width), ("latent", "embed")),
         "latent_norm": _norm(f"{name}.routed_expert_norm.weight", latent),
-        "latent_up": _plain(f"{name}.routed_expert_up_proj.weight", (width, latent), ("embed_out", None)),
+        "latent_up": plain(f"{name}.routed_expert_up_proj.weight", (width, latent), ("embed_out", None)),
         "shared": _mlp(config, f"{name}.shared_experts", moe.shared_size),
         "experts": _experts(config, f"{name}.experts"),
     }
@@ -262,11 +264,11 @@ def model_specs(config: K3Config) -> Tree:
     """Specs of the whole text model as a nested dict."""
     width = config.hidden_size
     return {
-        "embedding": _plain("model.embed_tokens.weight", (config.vocab_size, width), ("vocab", "embed")),
+        "embedding": plain("model.embed_tokens.weight", (config.vocab_size, width), ("vocab", "embed")),
         "layers": {str(layer): layer_specs(config, layer) for layer in range(config.num_layers)},
         "output_res": _attn_res(config, "model.output_attn_res"),
         "norm": _norm("model.norm.weight", width, "embed"),
-        "head": _plain("lm_head.weight", (config.vocab_size, width), ("vocab", "embed")),
+        "head": plain("lm_head.weight", (config.vocab_size, width), ("vocab", "embed")),
     }
 
 

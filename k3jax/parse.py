@@ -15,7 +15,7 @@ from k3jax.parse_lexer import Event, IdLexer, TextLexer
 from k3jax.parse_tags import TagAssembler
 from k3jax.tokenizer import Tokenizer
 
-__all__ = ["Delta", "Message", "StreamParser", "ToolCall", "fold", "open_channel", "parse", "reasoning_ended"]
+__all__ = ["Channel", "Delta", "Message", "StreamParser", "ToolCall", "fold", "open_channel", "parse", "reasoning_ended"]
 
 _PREFILLED = {"think": Channel.THINK, "response": Channel.RESPONSE, "message": Channel.OUTSIDE}
 
@@ -68,7 +68,7 @@ class StreamParser:
     `parse` returns. Ids and text must not be mixed.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, thinking: bool = True, prefilled: str | None = "think"):
+    def __init__(self, tokenizer: Tokenizer | None, thinking: bool = True, prefilled: str | None = "think") -> None:
         if prefilled is not None and prefilled not in _PREFILLED:
             raise ValueError(f"prefilled is {prefilled!r}; expected {', '.join(_PREFILLED)} or None")
         if prefilled == "think" and not thinking:
@@ -99,6 +99,11 @@ class StreamParser:
         machine = self._machine
         reasoning = None if machine.reasoning is None else "".join(machine.reasoning)
         return Message(reasoning, "".join(machine.content) or None, machine.calls.calls, self._finish_reason)
+
+    @property
+    def channel(self) -> Channel:
+        """Where in the message the output is."""
+        return self._machine.channel
 
     @property
     def in_reasoning(self) -> bool:
@@ -161,7 +166,7 @@ def open_channel(tokenizer: Tokenizer, prompt: Sequence[int]) -> str | None:
     tail = list(prompt[start:])
     parser = StreamParser(tokenizer, prefilled=None)
     parser.push(tail)
-    channel = parser._machine.channel
+    channel = parser.channel
     if channel is Channel.OUTSIDE:
         return "message" if tokenizer.control_id(control_tokens.OPEN) in tail else None
     return channel.value if channel.value in _PREFILLED else None

@@ -7,12 +7,12 @@ the same tokens). A raw JSON block is the arguments, verbatim.
 
 import json
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from k3jax.parse_tags import Tag
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """A piece of the message.
 
     Attributes:

@@ -7,8 +7,13 @@ inside the think channel, or stop anywhere.
 
 from enum import Enum
 
+from k3jax import control_tokens
 from k3jax.parse_calls import CallAssembler, Delta
-from k3jax.parse_tags import Item, Tag
+from k3jax.parse_tags import LONGEST_BLANK, Item, Tag
+
+
+# Models sometimes open the channel again that the prompt has opened, and may spell it in ordinary tokens.
+_SPELLED_THINK = f"{control_tokens.OPEN}think{control_tokens.SEP}"
 
 
 class Channel(Enum):
@@ -24,14 +29,14 @@ class Channel(Enum):
 class ChannelMachine:
     """Sorts text and tags into reasoning, content and tool calls."""
 
-    def __init__(self, channel: Channel):
+    def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.reasoning: list[str] | None = [] if channel is Channel.THINK else None
         self.content: list[str] = []
         self.calls = CallAssembler()
         self.closed = False  # the model ended its message
         self._prefilled = channel is Channel.THINK  # no think tag of the model's own so far
-        self._blank: list[str] | None = [] if self._prefilled else None  # blanks before a possible think tag
+        self._head: str | None = "" if self._prefilled else None  # held until it is no repeated think tag
         self._answered = channel is Channel.RESPONSE  # a response channel was opened
         self._stray: list[str] = []  # text between channels: the content if no response comes
 
@@ -49,7 +54,7 @@ class ChannelMachine:
         """What is known only at the end of the output."""
         if self.channel is Channel.DONE:
             return []
-        return self._flush_blank() + self.calls.finish() + self._flush_stray()
+        return self._flush_head() + self.calls.finish() + self._flush_stray()
 
     def _text(self, text: str) -> list[Delta]:
         if self.channel is Channel.RESPONSE:
@@ -59,10 +64,7 @@ class ChannelMachine:
         if self.channel is Channel.OUTSIDE:
             self._stray.append(text)
             return []
-        if self._blank is not None and text.isspace():
-            self._blank.append(text)
-            return []
-        return self._flush_blank() + self._emit_reasoning(text)
+        return self._emit_reasoning(text) if self._head is None else self._begin_reasoning(self._head + text)
 
     def _tag(self, tag: Tag) -> list[Delta]:
         deltas: list[Delta] = []
@@ -79,7 +81,7 @@ class ChannelMachine:
             return []
         if tag.name not in ("response", "tools"):
             return self._text(tag.raw)
-        deltas = self._flush_blank()
+        deltas = self._flush_head()
         if tag.name == "tools":
             deltas += self._flush_stray()
             self.channel = Channel.TOOLS
@@ -88,9 +90,26 @@ class ChannelMachine:
             self.channel = Channel.RESPONSE
         return deltas
 
+    def _begin_reasoning(self, head: str) -> list[Delta]:
+        """The first text after a prefilled think tag: dropped as far as it repeats the tag."""
+        bare = head.lstrip()
+        if len(head) - len(bare) > LONGEST_BLANK:
+            self._head = None
+            return self._emit_reasoning(head)
+        if _SPELLED_THINK.startswith(bare):
+            self._head = head
+            if bare == _SPELLED_THINK:
+                self._open_think()
+            return []
+        self._head = None
+        if not bare.startswith(_SPELLED_THINK):
+            return self._emit_reasoning(head)
+        self._open_think()
+        return self._emit_reasoning(bare[len(_SPELLED_THINK) :])
+
     def _open_think(self) -> list[Delta]:
         self.reasoning = self.reasoning or []
-        self.channel, self._prefilled, self._blank = Channel.THINK, False, None
+        self.channel, self._prefilled, self._head = Channel.THINK, False, None
         return []
 
     def _close(self, tag: Tag) -> list[Delta]:
@@ -98,7 +117,7 @@ class ChannelMachine:
             return self._close_message()
         if self.channel is Channel.THINK:
             if tag.name == "response" and self._prefilled:
-                deltas = self._flush_blank() + self._reclassify()
+                deltas = self._flush_head() + self._reclassify()
                 self.channel = Channel.OUTSIDE
                 return deltas
             return self._leave() if tag.name in ("think", "") else []
@@ -106,12 +125,12 @@ class ChannelMachine:
         return self._leave() if mine is not None and tag.name in (mine, "") else []
 
     def _leave(self) -> list[Delta]:
-        deltas = self._flush_blank()
+        deltas = self._flush_head()
         self.channel, self._prefilled = Channel.OUTSIDE, False
         return deltas
 
     def _close_message(self) -> list[Delta]:
-        deltas = self._flush_blank()
+        deltas = self._flush_head()
         if self.channel is Channel.THINK and self._prefilled:
             deltas += self._reclassify()
         return deltas + self._end()
@@ -130,9 +149,8 @@ class ChannelMachine:
         self.content.append(text)
         return [Delta("content", "".join(self.content), reclassified=True)]
 
-    def _flush_blank(self) -> list[Delta]:
-        text = "".join(self._blank or [])
-        self._blank = None
+    def _flush_head(self) -> list[Delta]:
+        text, self._head = self._head, None
         return self._emit_reasoning(text) if text else []
 
     def _flush_stray(self) -> list[Delta]:

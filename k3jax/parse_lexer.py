@@ -43,7 +43,7 @@ MARKERS = {
 class IdLexer:
     """Events from token ids, a character at a time even when its bytes come in several tokens."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         self._events = {tokenizer.control_id(name): Event(kind, name) for name, kind in MARKERS.items()}

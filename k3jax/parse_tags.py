@@ -13,7 +13,7 @@ CHANNELS = ("think", "response", "tools")
 _WITH_ATTRIBUTES = ("message", "call", "argument", "json")
 _NAMES = CHANNELS + _WITH_ATTRIBUTES
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
-_LONGEST_BLANK = 64  # a marker followed by more blanks than this is no tag
+LONGEST_BLANK = 64  # more blanks than this are text: what is held back stays short
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +71,16 @@ class TagAssembler:
         header = "".join(self._header)
         self._header = [header]
         bare = header.lstrip()
-        if any(name.startswith(bare) for name in _NAMES) and len(header) - len(bare) <= _LONGEST_BLANK:
+        blank = len(header) - len(bare) > LONGEST_BLANK
+        if not blank and any(name.startswith(bare) for name in _NAMES):
             return []
-        name = next((name for name in _NAMES if bare.startswith(name)), None)
+        name = next((name for name in _NAMES if bare.startswith(name)), None) if not blank else None
         rest = bare[len(name) :] if name else ""
         if name and marker.kind is Kind.OPEN and name in _WITH_ATTRIBUTES and (not rest or rest[0].isspace()):
             self._collecting = True
             return []
         if name and (marker.kind is Kind.CLOSE or name in CHANNELS):
-            if not rest.strip() and len(rest) <= _LONGEST_BLANK:
+            if not rest.strip() and len(rest) <= LONGEST_BLANK:
                 return []
             self._reset()
             return [Tag(marker.kind is Kind.OPEN, name, marker.text + header[: -len(rest)]), rest]

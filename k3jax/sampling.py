@@ -222,5 +222,6 @@ def _keep_top(
     before = jnp.cumsum(probability, axis=-1) - probability
     # Rounding may carry the sum to 1 before the last token, so p = 1 is a case of its own.
     inside = (before < top_p[:, None]) | (top_p[:, None] >= 1)
+    inside &= ordered > -jnp.inf
     lowest = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= lowest, logits, -jnp.inf)

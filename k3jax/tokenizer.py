@@ -31,7 +31,7 @@ class Tokenizer:
       control_ids: control name -> id.
     """
 
-    def __init__(self, model: BytePairTokenizer, tokens: list[bytes], control: Mapping[int, str]):
+    def __init__(self, model: BytePairTokenizer, tokens: list[bytes], control: Mapping[int, str]) -> None:
         self._model = model
         self.base_size = len(tokens)
         self.control = dict(control)
@@ -46,6 +46,11 @@ class Tokenizer:
         """Number of ids, control tokens included; the rows of the embedding."""
         return len(self._pieces)
 
+    @property
+    def base_tokens(self) -> list[bytes]:
+        """The bytes of the byte-pair tokens, by id."""
+        return self._pieces[: self.base_size]
+
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end a generation: `<|end_of_msg|>`, and `[EOS]` defensively."""
@@ -56,7 +61,9 @@ class Tokenizer:
         """Id of a control token. Raises ValueError when the vocabulary has no such name."""
         if name not in self.control_ids:
             known = ", ".join(list(self.control_ids)[:6])
-            raise ValueError(f"this vocabulary has no control token {name!r} (it has {known}, ...); is it K3's tokenizer?")
+            raise ValueError(
+                f"this vocabulary has no control token {name!r} (it has {known}, ...); is it K3's tokenizer?"
+            )
         return self.control_ids[name]
 
     def is_control(self, id_: int) -> bool:

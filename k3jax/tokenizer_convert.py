@@ -57,9 +57,7 @@ def parse_ranks(data: bytes) -> list[bytes]:
 
 def format_ranks(tokens: Sequence[bytes]) -> bytes:
     """The bytes of a `tiktoken.model` that holds `tokens` in rank order."""
-    return b"".join(
-        binascii.b2a_base64(token, newline=False) + b" %d\n" % rank for rank, token in enumerate(tokens)
-    )
+    return b"".join(binascii.b2a_base64(token, newline=False) + b" %d\n" % rank for rank, token in enumerate(tokens))
 
 
 def _first_bad_line(data: bytes) -> str:
@@ -93,36 +91,45 @@ def printable_tokens(tokens: Sequence[bytes]) -> list[str]:
     return separator.join(token.decode("latin-1") for token in tokens).translate(table).split(separator)
 
 
-def merges(vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The merge of every multi-byte token, in rank order.
+def merges(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The merge of every multi-byte token, in rank order; `ranks` is in rank order too.
 
     Raises ValueError when a token is not the merge of two tokens of lower rank.
     """
-    pairs = []
-    rank_of = vocabulary.get
-    for token, rank in vocabulary.items():
-        if len(token) == 1:
-            continue
-        cuts = [i for i in range(1, len(token)) if rank_of(token[:i], rank) < rank and rank_of(token[i:], rank) < rank]
-        if len(cuts) == 1:
-            pairs.append((token[: cuts[0]], token[cuts[0] :]))
+    parts: dict[str, tuple[str, str]] = {}
+    seen: set[str] = set()
+    for token, rank in ranks.items():
+        if len(token) > 1:
+            cuts = [at for at in range(1, len(token)) if token[:at] in seen and token[at:] in seen]
+            if len(cuts) > 1:
+                cuts = [at for at in cuts if _merges_last(token[:at], token[at:], ranks, parts)]
+            if not cuts:
+                raise ValueError(
+                    f"token {rank} is not the merge of two tokens of lower rank; these are no byte-pair ranks"
+                )
+            parts[token] = (token[: cuts[0]], token[cuts[0] :])
+        seen.add(token)
+    return list(parts.values())
+
+
+def _merges_last(left: str, right: str, ranks: Mapping[str, int], parts: Mapping[str, tuple[str, str]]) -> bool:
+    """Whether byte-pair merging of `left + right` leaves these two until the end.
+
+    Undoes the merges next to the boundary, latest first. At each step the two
+    neighbours must not have merged across the boundary before the merge that
+    is undone; of equal ranks the leftmost merges first.
+    """
+    never = len(ranks)
+    while len(left) > 1 or len(right) > 1:
+        if len(right) == 1 or (len(left) > 1 and ranks[left] > ranks[right]):
+            formed, left = ranks[left], parts[left][1]
+            crossed = ranks.get(left + right, never) < formed
         else:
-            pairs.append(_last_merge(token, rank, vocabulary))
-    return pairs
-
-
-def _last_merge(token: str, limit: int, vocabulary: Mapping[str, int]) -> tuple[str, str]:
-    parts = list(token)
-    while len(parts) > 2:
-        ranks = [vocabulary.get(a + b, limit) for a, b in zip(parts, parts[1:], strict=False)]
-        best = min(ranks)
-        if best >= limit:
-            break
-        at = ranks.index(best)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    if len(parts) != 2:
-        raise ValueError(f"token {limit} is not the merge of two tokens of lower rank; the ranks are not byte-pair ranks")
-    return parts[0], parts[1]
+            formed, right = ranks[right], parts[right][0]
+            crossed = ranks.get(left + right, never) <= formed
+        if crossed:
+            return False
+    return True
 
 
 def pre_tokenizer() -> pre_tokenizers.PreTokenizer:

@@ -26,7 +26,9 @@ def train(texts: Iterable[str], vocab_size: int, out_dir: str | Path) -> Tokeniz
     Raises ValueError when `vocab_size` is below 512 or the texts are too few for it.
     """
     if vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(f"vocab_size is {vocab_size}; expected at least {MIN_VOCAB_SIZE} (256 bytes, 256 control tokens)")
+        raise ValueError(
+            f"vocab_size is {vocab_size}; expected at least {MIN_VOCAB_SIZE} (256 bytes, 256 control tokens)"
+        )
     tokens = _learn(texts, vocab_size - control_tokens.CONTROL_SLOTS)
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -52,7 +54,8 @@ def _learn(texts: Iterable[str], size: int) -> list[bytes]:
     vocabulary = tokenizer.get_vocab()
     if len(vocabulary) != size:
         raise ValueError(
-            f"the texts yield {len(vocabulary)} byte-pair tokens, {size} were asked for; give more text or lower vocab_size"
+            f"the texts yield {len(vocabulary)} byte-pair tokens, {size} were asked for; "
+            "give more text or lower vocab_size"
         )
     to_byte = {char: byte for byte, char in alphabet.items()}
     return [bytes(to_byte[char] for char in token) for token in sorted(vocabulary, key=vocabulary.__getitem__)]

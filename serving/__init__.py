@@ -1,1 +1,1 @@
-"""The engine and its gRPC service; not built yet."""
+"""The engine: caches, prefix reuse, retention and continuous batching around the step functions of `k3jax`."""

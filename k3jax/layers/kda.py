@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from k3jax.cache import KdaCache, Rows
+from k3jax.cache import KdaCache, KdaSpeculative, Rows
 from k3jax.config import K3Config
 from k3jax.params import Tree
 from pallas import kda
@@ -29,8 +29,8 @@ class Kda(nnx.Module):
         self.implementation: Implementation = implementation
 
     def __call__(
-        self, x: Float[Array, "B T D"], rows: Rows, cache: KdaCache | None
-    ) -> tuple[Float[Array, "B T D"], KdaCache | None]:
+        self, x: Float[Array, "B T D"], rows: Rows, cache: KdaCache | KdaSpeculative | None
+    ) -> tuple[Float[Array, "B T D"], KdaCache | KdaSpeculative | None]:
         """The layer's output and the updated cache."""
         qkvz = einsum("btd,hicd->bthic", x, self.qkvz[...])
         decay_logits = einsum("bta,hca->bthc", einsum("btd,ad->bta", x, self.f_a[...]), self.f_b[...])
@@ -44,9 +44,9 @@ class Kda(nnx.Module):
         decay_logits: Float[Array, "B T H C"],
         beta_logits: Float[Array, "B T H"],
         rows: Rows,
-        cache: KdaCache | None,
-    ) -> tuple[Float[Array, "B T H C"], KdaCache | None]:
-        """Convolution, recurrence and output gate: one step per row, or a chunk of the sequence."""
+        cache: KdaCache | KdaSpeculative | None,
+    ) -> tuple[Float[Array, "B T H C"], KdaCache | KdaSpeculative | None]:
+        """Convolution, recurrence and output gate: one step per row, a chunk, or tokens that may be rejected."""
         weights = kda.KdaWeights(self.conv[...], self.a_log[...], self.dt_bias[...], self.norm[...])
         inputs = (qkvz, decay_logits, beta_logits)
         options = {
@@ -54,6 +54,10 @@ class Kda(nnx.Module):
             "norm_eps": self.norm_eps,
             "implementation": self.implementation,
         }
+        if isinstance(cache, KdaSpeculative):
+            pools = (cache.state, cache.window, rows.active_slot, rows.query_length)
+            output, records = kda.verify(*inputs, weights, *pools, **options)
+            return output, KdaSpeculative(cache.state, cache.window, (records, qkvz))
         if cache is not None and qkvz.shape[1] == 1:
             step = (array[:, 0] for array in inputs)
             pools = (cache.state, cache.window, rows.active_slot, rows.fresh)

@@ -16,6 +16,7 @@ from k3jax.model import Layer
 from k3jax.params import Tree
 from k3jax.train import balance
 from pallas.moe import Routing
+from pallas.moe.grouped import take_rows
 from pallas.precision import einsum
 
 Observe = Callable[[balance.Routed], None]
@@ -80,7 +81,8 @@ def hidden_states(
 ) -> tuple[Float[Array, "B T D"], balance.Routed]:
     """Final hidden states and stacked statistics of the MoE layers. Differentiable in `parameters`."""
     rows = rows_of(ids, config.pad_token_id)
-    residual = Residual((), parameters["embedding"][ids])
+    embedded = take_rows(parameters["embedding"], ids.reshape(-1))
+    residual = Residual((), embedded.reshape(*ids.shape, -1))
     statistics: list[balance.Routed] = []
     for index in range(config.num_layers):
 

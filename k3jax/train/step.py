@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int32
 
@@ -138,7 +137,7 @@ def make_step(
         masters = set_biases(config, masters, result.routed, controls.balanced)
         metrics = Metrics(
             result.nats / weight,
-            optax.global_norm(gradient),
+            jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradient))),
             balance.imbalance(result.routed.load),
             result.routed.load,
         )

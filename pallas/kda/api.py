@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas.dispatch import Implementation, select
-from pallas.kda import reference, xla
+from pallas.kda import mosaic, reference, xla
 from pallas.kda.types import Affine, Decode, KdaWeights, Pools, Prefill, Records, Verify
 
 LOWEST_BOUND = -8.0
@@ -47,7 +47,7 @@ def prefill(
     """
     check_bound(lower_bound)
     args = (qkvz, decay_logits, beta_logits, weights, state, window, length, boundaries, lower_bound, norm_eps)
-    return select(implementation, xla=xla.prefill)(*args)
+    return select(implementation, mosaic=mosaic.prefill, xla=xla.prefill)(*args)
 
 
 @partial(jax.jit, static_argnames=("lower_bound", "norm_eps"))
@@ -92,7 +92,7 @@ def decode(
     """
     check_bound(lower_bound)
     args = (qkvz, decay_logits, beta_logits, weights, state_pool, window_pool, slot, fresh, lower_bound, norm_eps)
-    return select(implementation, xla=xla.decode)(*args)
+    return select(implementation, mosaic=mosaic.decode, xla=xla.decode)(*args)
 
 
 @partial(jax.jit, static_argnames=("lower_bound", "norm_eps", "implementation"))
@@ -117,7 +117,7 @@ def verify(
     """
     check_bound(lower_bound)
     args = (qkvz, decay_logits, beta_logits, weights, state_pool, window_pool, slot, length, lower_bound, norm_eps)
-    return select(implementation, xla=xla.verify)(*args)
+    return select(implementation, mosaic=mosaic.verify, xla=xla.verify)(*args)
 
 
 @partial(jax.jit, static_argnames=("implementation",))
@@ -136,7 +136,7 @@ def commit(
     `records` and `qkvz` are those of the `verify` call. Rows on slot 0 are inert.
     """
     args = (records, qkvz, state_pool, window_pool, slot, accepted)
-    return select(implementation, xla=xla.commit)(*args)
+    return select(implementation, mosaic=mosaic.commit, xla=xla.commit)(*args)
 
 
 @partial(jax.jit, static_argnames=("lower_bound", "implementation"))

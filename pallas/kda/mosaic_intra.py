@@ -1,9 +1,11 @@
 """KDA prefill, first kernel: everything of a chunk that does not depend on the state, 64 tokens of a head a block.
 
-Convolution, SiLU, norms and gates of 64 tokens (two chunks of 32, four tiles of 16), then the chunk's operands for the
-recurrence. Cumulative log decays are products of a 0/1 matrix with the gates on the tensor cores, the gates split into two
-bfloat16 parts; so any prefix, suffix or difference from a tile's middle is summed directly, without cancellation, and no
-exponent passes 8 * 5. The triangular inverse is by fp32 forward substitution inside a tile, joined over a chunk's two tiles.
+Convolution, SiLU, norms and gates of 64 tokens, which are two chunks of 32, then the chunk's operands for the recurrence.
+Decays refer to the middle of the chunk: with g > -5 no exponent passes 16 * 5 = 80, which float32 and bfloat16 can hold, so
+one scaling of the rows and one of the columns serve all products, and the recurrence takes the very same operands. The
+decays come as a product of a matrix of -1, 0, 1 with the gates on the tensor cores, gates split in two bfloat16 parts: every
+difference is summed directly, without cancellation. The triangular inverse is by fp32 forward substitution inside a tile of
+16, joined over the two tiles of a chunk.
 """
 
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from pallas.kda.mosaic_token import CHANNELS, KEY_EPS, pl_ds
 from pallas.kda.types import KdaWeights
 
 BLOCK, CHUNK, TILE = 64, 32, 16
+HALF = CHUNK // 2
 LOG2_E = 1.4426950408889634
 WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 NARROW = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(64))
@@ -35,7 +38,11 @@ Product = Callable[..., jax.Array]
 
 
 class Operands(NamedTuple):
-    """Per-chunk operands of the recurrence, [B, H, T, ...]; `total` is exp of a chunk's whole decay."""
+    """Per-chunk operands of the recurrence, [B, H, T, ...], with M the cumulative decay at the middle of the chunk.
+
+    query q exp(G - M), pull beta k exp(G - M), push beta v, key k exp(M - G), inverse (I + L)^-1 and attention A with the
+    columns of the token's own chunk, total exp of the decay over each half chunk.
+    """
 
     query: jax.Array
     pull: jax.Array
@@ -82,7 +89,7 @@ def emulated_product(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Arr
     """`product` for interpretation on a CPU, where a tensor-core product cannot take its left operand from registers."""
     total = jnp.zeros(shape, jnp.float32)
     for left, right in pairs:
-        total += jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+        total += jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
     return total
 
 
@@ -93,24 +100,19 @@ def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def convolve(raw: Any, conv: Any, head: jax.Array, part: int) -> jax.Array:
-    """SiLU of the convolution of q, k or v for the block, float32 with bfloat16 values; `raw` has 3 rows before it."""
+    """SiLU of the convolution of q, k or v for the block, float32; `raw` has 3 rows before it."""
     mixed = None
     for tap in range(4):
         weight = plgpu.load(conv.at[tap, head, part], layout=ROW_LAYOUT.reduce(0), optimized=False)
         rows = plgpu.load(raw.at[pl_ds(tap, BLOCK)], layout=ROW_LAYOUT, optimized=False)
         term = rows.astype(jnp.float32) * over_columns(weight, ROW_LAYOUT)
         mixed = term if mixed is None else mixed + term
-    return silu(mixed).astype(jnp.bfloat16).astype(jnp.float32)
+    return silu(mixed)
 
 
 def unit(x: jax.Array, scale: float) -> jax.Array:
     """Rows of x normalised to length `scale`."""
     return x * over_rows(lax.rsqrt((x * x).sum(axis=1) + KEY_EPS) * scale, ROW_LAYOUT)
-
-
-def pattern(keep: jax.Array) -> jax.Array:
-    """A 0/1 matrix as a left operand."""
-    return jnp.where(keep, 1.0, 0.0).astype(jnp.bfloat16)
 
 
 def own_columns(blocks: jax.Array) -> jax.Array:
@@ -199,33 +201,14 @@ def fetch_raw(qkvz: Any, window: Any, raws: tuple, ready: Any, row: jax.Array, h
             plgpu.copy_gmem_to_smem(qkvz.at[row, pl.ds(start - 3, 3), head, part], raw.at[pl_ds(0, 3)], ready)
 
 
-def tile_products(query: Any, key: Any, gates: tuple, columns: Any, product: Product) -> tuple[jax.Array, jax.Array]:
-    """(<k_i, k_j e^(G_i - G_j)>, <q_i, k_j e^(G_i - G_j)>) of both chunks, [64, 64]; entries to be masked are arbitrary.
-
-    Inside a tile both factors refer to the tile's middle; between a chunk's two tiles, to the end of the first.
-    """
+def relative_decay(gates: tuple, product: Product) -> jax.Array:
+    """G_i - G_middle in base 2, [64, 128]: log decay of each token relative to the middle of its chunk."""
     i, j = iotas((BLOCK, BLOCK), PRODUCT)
-    same = i // TILE == j // TILE
-    middle = i // TILE * TILE + TILE // 2 - 1
-    across = (i // TILE == j // TILE + 1) & (i // TILE % 2 == 1)
-
-    def pair(rows: jax.Array, cols: jax.Array) -> tuple[jax.Array, jax.Array]:
-        columns[...] = (plgpu.load(key, layout=PRODUCT).astype(jnp.float32) * cols).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        left = lambda x: (plgpu.load(x, layout=PRODUCT).astype(jnp.float32) * rows).astype(jnp.bfloat16)  # noqa: E731
-        turned = columns.transpose((1, 0))
-        return product((BLOCK, BLOCK), (left(key), turned)), product((BLOCK, BLOCK), (left(query), turned))
-
-    def summed(weights: jax.Array) -> jax.Array:
-        return product((BLOCK, CHANNELS), (weights, gates[0]), (weights, gates[1]))
-
-    inside = summed(pattern(same & (j <= i)) - pattern(same & (j <= middle)))
-    key_inside, query_inside = pair(jnp.exp2(inside), jnp.exp2(-inside))
-    # Rows of the second tile of a chunk count from its start, columns of the first tile to its end: one array serves both.
-    second = i // TILE % 2 == 1
-    edge = jnp.exp2(summed(pattern(same & ((second & (j <= i)) | (~second & (j > i))))))
-    key_across, query_across = pair(edge, edge)
-    return jnp.where(across, key_across, key_inside), jnp.where(across, query_across, query_inside)
+    middle = i // CHUNK * CHUNK + CHUNK // 2 - 1
+    same = i // CHUNK == j // CHUNK
+    after, before = same & (j <= i) & (j > middle), same & (j > i) & (j <= middle)
+    weights = jnp.where(after, 1.0, jnp.where(before, -1.0, 0.0)).astype(jnp.bfloat16)
+    return product((BLOCK, CHANNELS), (weights, gates[0]), (weights, gates[1]))
 
 
 def intra(
@@ -266,51 +249,45 @@ def intra(
             valid = token < length
             shifted = (logits.astype(jnp.float32) + over_columns(bias, ROW_LAYOUT)) * (0.5 * jnp.exp(a_log[head]))
             gates = jnp.where(valid, (0.5 * lower_bound * LOG2_E) * (1.0 + jnp.tanh(shifted)), 0.0)
-            for chunk in range(BLOCK // CHUNK):
-                total = jnp.where(token // CHUNK == chunk, gates, 0.0).sum(axis=0)
-                total_out[row, head, start // CHUNK + chunk] = jnp.exp2(total)
+            for part in range(BLOCK // HALF):
+                total = jnp.exp2(gates[HALF * part : HALF * (part + 1)].sum(axis=0))
+                total_out[row, head, start // HALF + part] = total
             plgpu.barrier_wait(ready)
             query[...] = jnp.where(valid, unit(convolve(raw_query, conv, head, 0), channels**-0.5), 0.0).astype(query.dtype)
             key[...] = jnp.where(valid, unit(convolve(raw_key, conv, head, 1), 1.0), 0.0).astype(key.dtype)
             gate_high[...], gate_low[...] = halves(gates)
             plgpu.commit_smem()
 
-            split = (gate_high, gate_low)
-            lower, attention = tile_products(query, key, split, columns, product)
-            i, j = iotas((BLOCK, BLOCK), PRODUCT)
-            chunked = i // CHUNK == j // CHUNK
-            narrow[...] = own_columns(jnp.where(chunked & (j <= i), attention, 0.0).astype(narrow.dtype))
-            beta_rows = strength(PRODUCT.reduce(1))
-            lower = jnp.where(chunked & (j < i), lower * over_rows(beta_rows, PRODUCT, (BLOCK, BLOCK)), 0.0)
-
-            def summed(keep: jax.Array) -> jax.Array:
-                left = pattern(keep)
-                return jnp.exp2(product((BLOCK, CHANNELS), (left, split[0]), (left, split[1])))
-
-            prefix = summed(chunked & (j <= i))
-            wide = lambda x: plgpu.load(x, layout=PRODUCT).astype(jnp.float32)  # noqa: E731
-            columns[...] = (wide(key) * prefix * over_rows(beta_rows, PRODUCT)).astype(columns.dtype)
-            query[...] = (wide(query) * prefix).astype(query.dtype)
-            key[...] = (wide(key) * summed(chunked & (j > i))).astype(key.dtype)
-            value = jnp.where(valid, convolve(raw_value, conv, head, 2) * over_rows(strength(ROW_LAYOUT.reduce(1)), ROW_LAYOUT), 0.0)
-            gate_high[...] = value.astype(gate_high.dtype)
+            relative = relative_decay((gate_high, gate_low), product)
+            rising, wide = jnp.exp2(relative), plgpu.load(key, layout=PRODUCT).astype(jnp.float32)
+            columns[...] = (wide * jnp.exp2(-relative)).astype(columns.dtype)
+            key[...] = (wide * (rising * over_rows(strength(PRODUCT.reduce(1)), PRODUCT))).astype(key.dtype)
+            query[...] = (plgpu.load(query, layout=PRODUCT).astype(jnp.float32) * rising).astype(query.dtype)
+            value = convolve(raw_value, conv, head, 2) * over_rows(strength(ROW_LAYOUT.reduce(1)), ROW_LAYOUT)
+            gate_high[...] = jnp.where(valid, value, 0.0).astype(gate_high.dtype)
             plgpu.commit_smem()
             there = (row, head, pl.ds(start, BLOCK))
-            outputs = (query_out, pull_out, push_out, key_out, attention_out)
-            for source, target in zip((query, columns, gate_high, key, narrow), outputs):
+            outputs = (query_out, pull_out, push_out, key_out)
+            for source, target in zip((query, key, gate_high, columns), outputs):
                 plgpu.copy_smem_to_gmem(source, target.at[there])
 
+            i, j = iotas((BLOCK, BLOCK), PRODUCT)
+            same = i // CHUNK == j // CHUNK
+            attention = jnp.where(same & (j <= i), product((BLOCK, BLOCK), (query, columns.transpose((1, 0)))), 0.0)
+            narrow[...] = own_columns(attention.astype(narrow.dtype))
+            lower = jnp.where(same & (j < i), product((BLOCK, BLOCK), (key, columns.transpose((1, 0)))), 0.0)
             solved[pl_ds(0, BLOCK), :] = lower
             solve_tiles(view(solved))
             result = join_tiles(lower, solved, high, low, product)
             inverse[...] = own_columns(result.astype(inverse.dtype))
             plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(narrow, attention_out.at[there])
             plgpu.copy_smem_to_gmem(inverse, inverse_out.at[there])
             plgpu.wait_smem_to_gmem(0)
 
     wide = jax.ShapeDtypeStruct((rows, heads, tokens, channels), jnp.bfloat16)
     square = jax.ShapeDtypeStruct((rows, heads, tokens, CHUNK), jnp.bfloat16)
-    total = jax.ShapeDtypeStruct((rows, heads, tokens // CHUNK, channels), jnp.float32)
+    total = jax.ShapeDtypeStruct((rows, heads, tokens // HALF, channels), jnp.float32)
     tile = plgpu.SMEM((BLOCK, channels), jnp.bfloat16, transforms=WIDE)
     raw = plgpu.SMEM((BLOCK + 3, channels), jnp.bfloat16)
     half = plgpu.SMEM((BLOCK, BLOCK), jnp.bfloat16, transforms=WIDE)

@@ -1,12 +1,14 @@
 """The portable KDA backend in plain JAX: any device, head size, activation dtype, and differentiable."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas.kda.chunked import chunked
 from pallas.kda.inputs import TokenInputs, gated_norm, token_inputs, window_at
-from pallas.kda.reference import scan_tokens, step, write_token
+from pallas.kda.reference import step, write_token
 from pallas.kda.types import Affine, Decode, KdaWeights, Pools, Prefill, Records, Verify
 
 
@@ -73,6 +75,26 @@ def targets(slot: Int32[Array, "B"], pool: Array) -> Int32[Array, "B"]:
     return jnp.where(slot == 0, pool.shape[0], slot)
 
 
+def one_token(
+    carry: tuple[jax.Array, jax.Array], item: tuple[jax.Array, ...], weights: KdaWeights, lower_bound: float, norm_eps: float
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, Records]]:
+    """Decode of one token per row on (state, window); `item` is (qkvz, decay logits, beta logits, valid) without a T axis.
+
+    Decode runs it once and verify in a scan: the same operations on the same shapes, so that both round alike.
+    """
+    state, window = carry
+    qkvz, decay_logits, beta_logits, valid = item
+    raw = qkvz[:, None]
+    inputs = token_inputs(raw, decay_logits[:, None], beta_logits[:, None], weights, window, valid[:, None], lower_bound)
+    # Barriers keep the compiler from fusing, hence rounding, these parts in one way here and in another there.
+    token = jax.lax.optimization_barrier(TokenInputs(*(x[:, 0] for x in inputs)))
+    state, reading, write = jax.lax.optimization_barrier(step(state, token))
+    output = gated_norm(reading, qkvz[..., 3, :], weights.norm, norm_eps)
+    output = jnp.where(valid[:, None, None], output, jnp.zeros_like(output))
+    window = jnp.concatenate([window[:, 1:], raw[..., :3, :].astype(window.dtype)], axis=1)
+    return (state, window), (output, Records(write, token.key, token.decay))
+
+
 def decode(
     qkvz: Float[Array, "B H 4 D"],
     decay_logits: Float[Array, "B H D"],
@@ -86,16 +108,11 @@ def decode(
     norm_eps: float,
 ) -> Decode:
     """`api.decode`."""
-    live = slot != 0
     state = jnp.where(fresh[:, None, None, None], 0.0, state_pool[slot])
     window = window_pool[slot]
     window = jnp.where(fresh[:, None, None, None, None], jnp.zeros_like(window), window)
-    raw = qkvz[:, None]
-    inputs = token_inputs(raw, decay_logits[:, None], beta_logits[:, None], weights, window, live[:, None], lower_bound)
-    state, reading, _ = step(state, TokenInputs(*(x[:, 0] for x in inputs)))
-    output = gated_norm(reading, qkvz[..., 3, :], weights.norm, norm_eps)
-    output = jnp.where(live[:, None, None], output, jnp.zeros_like(output))
-    window = jnp.concatenate([window[:, 1:], raw[..., :3, :].astype(window.dtype)], axis=1)
+    item = (qkvz, decay_logits, beta_logits, slot != 0)
+    (state, window), (output, _) = one_token((state, window), item, weights, lower_bound, norm_eps)
     place = targets(slot, state_pool)
     return Decode(
         output, state_pool.at[place].set(state, mode="drop"), window_pool.at[place].set(window, mode="drop")
@@ -116,10 +133,10 @@ def verify(
 ) -> Verify:
     """`api.verify`."""
     valid = valid_tokens(qkvz.shape[1], length) & (slot != 0)[:, None]
-    inputs = token_inputs(qkvz, decay_logits, beta_logits, weights, window_pool[slot], valid, lower_bound)
-    _, readings, records = scan_tokens(inputs, state_pool[slot])
-    output = gated_norm(readings, qkvz[..., 3, :], weights.norm, norm_eps)
-    return Verify(jnp.where(valid[:, :, None, None], output, jnp.zeros_like(output)), records)
+    items = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (qkvz, decay_logits, beta_logits, valid))
+    body = partial(one_token, weights=weights, lower_bound=lower_bound, norm_eps=norm_eps)
+    _, results = jax.lax.scan(body, (state_pool[slot], window_pool[slot]), items)
+    return Verify(*jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), results))
 
 
 def commit(

@@ -97,24 +97,22 @@ collect.defvjp(_collect_forward, _collect_backward)
 
 
 @jax.custom_vjp
-def weights_of(weights: Float[Array, "E *matrix"], expert: Int32[Array, " blocks"]) -> Float[Array, "blocks *matrix"]:
-    """The weights of each block's expert; the gradient sums blocks by a product with a 0/1 matrix."""
-    return weights[expert]
+def take_rows(table: Float[Array, "E *matrix"], index: Int32[Array, " n"]) -> Float[Array, "n *matrix"]:
+    """table[index]; the gradient adds equal indices by a product with a 0/1 matrix, so in a fixed order."""
+    return table[index]
 
 
-def _weights_forward(weights: Array, expert: Array) -> tuple[Array, tuple[Array, Array]]:
-    owner = jnp.arange(weights.shape[0], dtype=jnp.int32)[:, None] == expert[None, :]
-    return weights[expert], (owner, expert)
+def _take_forward(table: Array, index: Array) -> tuple[Array, Array]:
+    return table[index], jnp.arange(table.shape[0], dtype=jnp.int32)[:, None] == index[None, :]
 
 
-def _weights_backward(residual: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
-    owner, _ = residual
+def _take_backward(chosen: Array, gradient: Array) -> tuple[Array, None]:
     flat = gradient.reshape(gradient.shape[0], -1)
-    total = einsum("eb,bx->ex", owner.astype(gradient.dtype), flat)
-    return total.reshape(owner.shape[0], *gradient.shape[1:]), None
+    total = einsum("en,nx->ex", chosen.astype(gradient.dtype), flat)
+    return total.reshape(chosen.shape[0], *gradient.shape[1:]), None
 
 
-weights_of.defvjp(_weights_forward, _weights_backward)
+take_rows.defvjp(_take_forward, _take_backward)
 
 
 def experts(
@@ -130,8 +128,8 @@ def experts(
     num_experts, pairs = experts.gate_up.shape[0], ids.size
     order = plan(ids, num_experts, block := block_size(pairs, num_experts))
     rows = dispatch(x, order).reshape(-1, block, x.shape[1])
-    hidden = einsum("bml,bifl->bimf", rows, weights_of(experts.gate_up, order.expert))
+    hidden = einsum("bml,bifl->bimf", rows, take_rows(experts.gate_up, order.expert))
     activation = situ(hidden[:, 0], hidden[:, 1], beta=beta, linear_beta=linear_beta)
-    outputs = einsum("bmf,blf->bml", activation, weights_of(experts.down, order.expert))
+    outputs = einsum("bmf,blf->bml", activation, take_rows(experts.down, order.expert))
     by_pair = collect(outputs.reshape(-1, x.shape[1]), order)
     return jnp.sum(weights[..., None] * by_pair.astype(jnp.float32), axis=1).astype(x.dtype)

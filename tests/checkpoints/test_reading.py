@@ -1,11 +1,10 @@
 """Loading: every parameter against the released tensors, placed by hand."""
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-
-import jax
-import jax.numpy as jnp
 
 import checkpoints
 from checkpoints import CheckpointError

@@ -23,7 +23,7 @@ def _dividing(shape, parts):
 def _first(mesh, spec):
     """The first dimension that can be split eight ways."""
     axes = _dividing(spec.shape, 8)
-    return NamedSharding(mesh, PartitionSpec(*[("a", "b") if axis in axes[:1] else None for axis in range(axes[0] + 1)] if axes else ()))
+    return NamedSharding(mesh, PartitionSpec(*[None] * axes[0], ("a", "b")) if axes else PartitionSpec())
 
 
 def _last(mesh, spec):
@@ -75,7 +75,8 @@ def test_ill_fitting_shardings_are_listed_before_reading(checkpoint, config, mes
     shardings["norm"] = NamedSharding(mesh, PartitionSpec("a", "b"))
     del shardings["head"]
     shardings["extra"] = NamedSharding(mesh, PartitionSpec())
-    shardings["layers"]["0"]["attention"]["a_log"] = NamedSharding(jax.make_mesh((3,), ("c",), devices=jax.devices()[:3]), PartitionSpec("c"))
+    three = jax.make_mesh((3,), ("c",), devices=jax.devices()[:3])
+    shardings["layers"]["0"]["attention"]["a_log"] = NamedSharding(three, PartitionSpec("c"))
     with pytest.raises(CheckpointError) as error:
         checkpoints.load(checkpoint, shardings=shardings)
     named = sorted(problem.split(":")[0] for problem in error.value.problems)

@@ -27,7 +27,7 @@ TABLE = {
     '{"a": 1': (RAW.format('{"a": 1'),) * 2,
     '{"a": 1,}': (RAW.format('{"a": 1,}'),) * 2,
     '{"a" 1}': (RAW.format('{"a" 1}'),) * 2,
-    '{a: 1}': (RAW.format("{a: 1}"),) * 2,
+    "{a: 1}": (RAW.format("{a: 1}"),) * 2,
     '{"a": "x\ny"}': (RAW.format('{"a": "x\ny"}'),) * 2,
     "[1]": (None, RAW.format("[1]")),
     '"text"': (None, RAW.format('"text"')),

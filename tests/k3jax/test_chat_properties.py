@@ -3,9 +3,7 @@
 import json
 import time
 
-
 import pytest
-
 
 from k3jax import chat, parse
 from k3jax.parse import Message, StreamParser
@@ -19,7 +17,9 @@ def test_random_conversations_equal_the_plain_renderer(seed: int, count: int) ->
     conversations = Conversations(seed)
     for _ in range(count):
         messages, options = conversations.messages(), conversations.options()
-        assert [tuple(segment) for segment in chat.render_segments(messages, **options)] == plain_renderer.render(messages, **options)
+        assert [tuple(segment) for segment in chat.render_segments(messages, **options)] == plain_renderer.render(
+            messages, **options
+        )
 
 
 def test_ids_are_those_of_the_segments_one_by_one(small: Tokenizer) -> None:
@@ -38,7 +38,9 @@ def test_control_ids_come_from_the_renderer_alone(small: Tokenizer) -> None:
     for _ in range(80):
         messages, options = conversations.messages(), conversations.options()
         controls = [id_ for id_ in chat.render(small, messages, **options) if small.is_control(id_)]
-        harmless = json.loads(json.dumps([messages, options]).replace("<|", "{").replace("|>", "}").replace("[EOS]", "EOS"))
+        harmless = json.loads(
+            json.dumps([messages, options]).replace("<|", "{").replace("|>", "}").replace("[EOS]", "EOS")
+        )
         markers = [id_ for id_ in chat.render(small, harmless[0], **harmless[1]) if small.is_control(id_)]
         assert set(controls) <= {small.control_id(f"<|{name}|>") for name in ("open", "close", "sep", "end_of_msg")}
         if len(controls) != len(markers):  # a key or a name that was nothing but a marker is now empty or a duplicate
@@ -53,7 +55,10 @@ def assistant(conversations: Conversations) -> tuple[dict[str, object], Message]
         given = {conversations.text(2): conversations.value() for _ in range(conversations.rng.randint(0, 3))}
         name = conversations.word()
         calls.append({"function": {"name": name, "arguments": given}})
-        items = [json.dumps(key, ensure_ascii=False) + ":" + json.dumps(value, ensure_ascii=False) for key, value in given.items()]
+        items = [
+            json.dumps(key, ensure_ascii=False) + ":" + json.dumps(value, ensure_ascii=False)
+            for key, value in given.items()
+        ]
         parsed.append(parse.ToolCall(name, "{" + ",".join(items) + "}"))
     reasoning, content = conversations.text(), conversations.text()
     reason = "tool_calls" if calls else "stop"
@@ -67,7 +72,9 @@ def test_a_rendered_completion_parses_to_its_message(small: Tokenizer) -> None:
         message, expected = assistant(conversations)
         for thinking in (True, False):
             ids = chat.render_completion(small, message, thinking=thinking)
-            wanted = expected if thinking else Message(None, expected.content, expected.tool_calls, expected.finish_reason)
+            wanted = (
+                expected if thinking else Message(None, expected.content, expected.tool_calls, expected.finish_reason)
+            )
             assert parse.parse(small, ids, thinking=thinking) == wanted
 
 

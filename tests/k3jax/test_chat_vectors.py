@@ -52,7 +52,8 @@ def turn(role: str, body: str) -> str:
 
 def answer(reasoning: str, content: str, tools: str = "") -> str:
     return turn(
-        "assistant", f"{OPEN}think{SEP}{reasoning}{CLOSE}think{SEP}{OPEN}response{SEP}{content}{CLOSE}response{SEP}{tools}"
+        "assistant",
+        f"{OPEN}think{SEP}{reasoning}{CLOSE}think{SEP}{OPEN}response{SEP}{content}{CLOSE}response{SEP}{tools}",
     )
 
 
@@ -91,7 +92,27 @@ def test_r2_without_thinking(released: Tokenizer) -> None:
 def test_r3_effort(released: Tokenizer, level: str, ids: list[int]) -> None:
     messages = [user("What is 2 + 2?")]
     rendered = chat.render(released, messages, thinking_effort=level)
-    head = [163587, 2778, 6244, 878, 14062, 1, 1798, 878, 130400, 59991, 470, 1, 163589, 63, 130400, 123074, 470, 63, 28560]
+    head = [
+        163587,
+        2778,
+        6244,
+        878,
+        14062,
+        1,
+        1798,
+        878,
+        130400,
+        59991,
+        470,
+        1,
+        163589,
+        63,
+        130400,
+        123074,
+        470,
+        63,
+        28560,
+    ]
     assert rendered[:19] == head
     assert contains(rendered, [1268, 130400, 123074, 470, *ids])
     assert len(rendered) == 96 + (level != "max")
@@ -142,7 +163,27 @@ def test_r8_agentic(released: Tokenizer) -> None:
     ids = chat.render(released, agentic(), tools=[BASH])
     assert len(ids) == 286
     assert contains(ids, [163589, 64, 8842, 198, 65, 8842, 198, 163588])
-    call_ids = [163587, 10257, 4453, 878, 26523, 1, 4002, 878, 16, 1, 163589, 163587, 47185, 2355, 878, 9106, 1, 1798, 878]
+    call_ids = [
+        163587,
+        10257,
+        4453,
+        878,
+        26523,
+        1,
+        4002,
+        878,
+        16,
+        1,
+        163589,
+        163587,
+        47185,
+        2355,
+        878,
+        9106,
+        1,
+        1798,
+        878,
+    ]
     assert contains(ids, [*call_ids, 2033, 1, 163589, 4925, 635, 7288])
     rendered = text(agentic(), tools=[BASH], thinking_effort="max")
     order = ["tool-declare", "thinking-effort", "coding agent", "List the files", "I should run", 'role="tool"', PROMPT]
@@ -261,8 +302,8 @@ SORTED_SCHEMA = '{"properties":{"a":{"type":"string"},"b":{"type":"number"}},"re
 def test_r15_response_schema(declared: object, schema: object, expected: str) -> None:
     options = {"response_format": {"type": "json_schema", "json_schema": declared}, "response_schema": schema}
     body = (
-        "The system is invoked with `response_format=json_schema`.\nYour response must be raw JSON data without markdown "
-        "code blocks (```json) or any additional formatting.\nThe JSON data must match the following schema:\n"
+        "The system is invoked with `response_format=json_schema`.\nYour response must be raw JSON data without "
+        "markdown code blocks (```json) or any additional formatting.\nThe JSON data must match the following schema:\n"
         f"```json\n{expected}\n```"
     )
     message = f'{OPEN}message role="system" type="response-format"{SEP}{body}{EOM}'
@@ -271,8 +312,8 @@ def test_r15_response_schema(declared: object, schema: object, expected: str) ->
 
 def test_r15_json_object_and_text() -> None:
     body = (
-        "The system is invoked with `response_format=json_object`.\nYour response must be raw JSON data without markdown "
-        "code blocks (```json) or any additional formatting."
+        "The system is invoked with `response_format=json_object`.\nYour response must be raw JSON data without "
+        "markdown code blocks (```json) or any additional formatting."
     )
     message = f'{OPEN}message role="system" type="response-format"{SEP}{body}{EOM}'
     assert text([user("x")], response_format={"type": "json_object"}) == turn("user", "x") + message + PROMPT
@@ -337,6 +378,6 @@ def test_dynamic_tools_in_a_system_message() -> None:
 
 def test_sorting_is_by_code_point_and_deep() -> None:
     tool = {"z": [{"b": 1, "a": {"é": None, "Z": "漢"}}], "A": True}
-    assert json.dumps({"A": True, "z": [{"a": {"Z": "漢", "é": None}, "b": 1}]}, ensure_ascii=False, separators=(",", ":")) in text(
-        [user("x")], tools=[tool]
-    )
+    assert json.dumps(
+        {"A": True, "z": [{"a": {"Z": "漢", "é": None}, "b": 1}]}, ensure_ascii=False, separators=(",", ":")
+    ) in text([user("x")], tools=[tool])

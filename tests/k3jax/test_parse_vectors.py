@@ -42,7 +42,14 @@ OUTPUTS: dict[str, tuple[str, bool, str | None, str | None, tuple[ToolCall, ...]
     "P-5 opened": ("{O}think{S}The answer is 42.{C}response{S}" + END, True, "The answer is 42.", None, (), "stop"),
     "P-6": (
         "answer{C}response{S}"
-        + tools(call("calc", argument("x", "number", "1"), argument("flag", "boolean", "true"), argument("text", "string", "raw")))
+        + tools(
+            call(
+                "calc",
+                argument("x", "number", "1"),
+                argument("flag", "boolean", "true"),
+                argument("text", "string", "raw"),
+            )
+        )
         + END,
         False,
         None,
@@ -92,7 +99,14 @@ OUTPUTS: dict[str, tuple[str, bool, str | None, str | None, tuple[ToolCall, ...]
     ),
     "P-12": (
         "{C}think{S}"
-        + tools(call("f", argument("y", "number", "1.0"), argument("x", "number", "2"), argument("items", "array", '["left","right"]')))
+        + tools(
+            call(
+                "f",
+                argument("y", "number", "1.0"),
+                argument("x", "number", "2"),
+                argument("items", "array", '["left","right"]'),
+            )
+        )
         + END,
         True,
         "",
@@ -129,7 +143,14 @@ OUTPUTS: dict[str, tuple[str, bool, str | None, str | None, tuple[ToolCall, ...]
     ),
     "P-18": ("{C} think {S}{O} response {S}answer{C}\nresponse{S}", True, "", "answer", (), "length"),
     # Rules of the output parser that have no number of their own.
-    "close without separator": ("step{C}think{O}response{S}answer{C}response{C}message{E}", True, "step", "answer", (), "stop"),
+    "close without separator": (
+        "step{C}think{O}response{S}answer{C}response{C}message{E}",
+        True,
+        "step",
+        "answer",
+        (),
+        "stop",
+    ),
     "close before text": ("step{C}thinkAnswer", True, "step", "Answer", (), "length"),
     "unnamed close": ("step{C}{S}{O}response{S}answer{C}{S}" + END, True, "step", "answer", (), "stop"),
     "think opened again": ("\n{O}think{S}step{C}think{S}{O}response{S}x" + END, True, "step", "x", (), "stop"),
@@ -143,18 +164,47 @@ OUTPUTS: dict[str, tuple[str, bool, str | None, str | None, tuple[ToolCall, ...]
         "stop",
     ),
     "markerless": ("plain", False, None, "plain", (), "length"),
-    "text before the response": ("a{C}think{S}\n\n{O}response{S}b{C}response{S}stray" + END, True, "a", "b", (), "stop"),
+    "text before the response": (
+        "a{C}think{S}\n\n{O}response{S}b{C}response{S}stray" + END,
+        True,
+        "a",
+        "b",
+        (),
+        "stop",
+    ),
     "no response opened": ("a{C}think{S}the answer" + END, True, "a", "the answer", (), "stop"),
     "after the end": ("a{C}think{S}{O}response{S}b" + END + "more{O}response{S}", True, "a", "b", (), "stop"),
     "message close in response": ("b{C}message{S}c", False, None, "b", (), "stop"),
     "end in reasoning": ("a{E}", True, "a", None, (), "stop"),
     "unknown tag": ("see {O}table{S} here", False, None, "see {O}table{S} here", (), "length"),
+    "many blanks": (
+        " " * 70 + "{O}" + " " * 70 + "think{S}x{C}think" + " " * 70 + "{O}response{S}y",
+        True,
+        " " * 70 + "{O}" + " " * 70 + "think{S}x",
+        "y",
+        (),
+        "length",
+    ),
     "separator in text": ("a {S} b", False, None, "a {S} b", (), "length"),
-    "type missing": ("{C}think{S}" + tools(call("f", argument("x", None, "1"))) + END, True, "", None, (ToolCall("f", '{"x":"1"}'),), "tool_calls"),
-    "no NaN": ("{C}think{S}" + tools(call("f", argument("x", "number", "NaN"))) + END, True, "", None, (ToolCall("f", '{"x":"NaN"}'),), "tool_calls"),
+    "type missing": (
+        "{C}think{S}" + tools(call("f", argument("x", None, "1"))) + END,
+        True,
+        "",
+        None,
+        (ToolCall("f", '{"x":"1"}'),),
+        "tool_calls",
+    ),
+    "no NaN": (
+        "{C}think{S}" + tools(call("f", argument("x", "number", "NaN"))) + END,
+        True,
+        "",
+        None,
+        (ToolCall("f", '{"x":"NaN"}'),),
+        "tool_calls",
+    ),
     "closes missing": (
-        '{C}think{S}{O}tools{S}{O}call tool="f"{S}{O}argument key="a"{S}1{O}argument key="b"{S}2{O}call tool="g"{S}{C}tools{S}'
-        + END,
+        '{C}think{S}{O}tools{S}{O}call tool="f"{S}{O}argument key="a"{S}1{O}argument key="b"{S}2'
+        '{O}call tool="g"{S}{C}tools{S}' + END,
         True,
         "",
         None,
@@ -191,7 +241,8 @@ OUTPUTS: dict[str, tuple[str, bool, str | None, str | None, tuple[ToolCall, ...]
 def expected(name: str) -> Message:
     _, _, reasoning, content, calls, finish_reason = OUTPUTS[name]
     calls = tuple(ToolCall(call.name, spelled(call.arguments), call.complete) for call in calls)
-    return Message(reasoning, content if content is None else spelled(content), calls, finish_reason)
+    reasoning, content = (part and spelled(part) for part in (reasoning, content))
+    return Message(reasoning, content, calls, finish_reason)
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -237,7 +288,18 @@ def assert_stream(pieces: list, thinking: bool, message: Message, tokenizer: Tok
 
 
 def test_p14_a_stream_without_response_close() -> None:
-    pieces = ["{O}", "response", "{S}Hi", "{O}", "tools", "{S}", '{O}call tool="f" index="1"{S}', argument("a", "string", "1"), "{C}call", "{S}"]
+    pieces = [
+        "{O}",
+        "response",
+        "{S}Hi",
+        "{O}",
+        "tools",
+        "{S}",
+        '{O}call tool="f" index="1"{S}',
+        argument("a", "string", "1"),
+        "{C}call",
+        "{S}",
+    ]
     parser = StreamParser(None)
     deltas = [delta for piece in pieces for delta in parser.push(spelled(piece))]
     assert parse.fold(deltas) == ("", "Hi", [("f", '{"a":"1"}')])
@@ -281,7 +343,9 @@ def test_p20_reasoning_has_ended_when_the_close_is_newer(released: Tokenizer) ->
     assert parse.reasoning_ended(released, [*closed, 163587, 12092, 163589])
 
 
-@pytest.mark.parametrize(("marker", "kept"), [("<|clo", "<|clo"), ("<|close|>", ""), ("<|close|>respo", ""), ("<|", "<|"), ("<", "<")])
+@pytest.mark.parametrize(
+    ("marker", "kept"), [("<|clo", "<|clo"), ("<|close|>", ""), ("<|close|>respo", ""), ("<|", "<|"), ("<", "<")]
+)
 def test_a_partial_marker_is_text_only_when_spelled(marker: str, kept: str) -> None:
     assert parse.parse(None, "a" + marker, thinking=False).content == "a" + kept
 
@@ -290,6 +354,19 @@ def test_ordinary_spellings_are_text_in_ids(small: Tokenizer) -> None:
     text = spelled("x{C}response{S}{C}message{S}{E}[EOS]")
     assert parse.parse(small, small.encode(text), thinking=False) == Message(None, text, (), "length")
     assert parse.parse(small, [*small.encode("x"), small.control_id("[EOS]")], thinking=False).finish_reason == "stop"
+
+
+@pytest.mark.parametrize("head", ["", " \n"])
+def test_a_think_tag_repeated_in_ordinary_tokens_is_dropped(small: Tokenizer, head: str) -> None:
+    spelling = spelled("{O}think{S}")
+    ids = small.encode(head + spelling + "why") + small.encode(spelled("{C}response{S}"), allow_special=True)
+    assert_stream(ids, True, Message("why", None, (), "length"), small)
+    assert_stream([ids], True, Message("why", None, (), "length"), small)
+    again = small.encode("x" + spelling)
+    assert_stream(again, True, Message("x" + spelling, None, (), "length"), small)
+    for cut in range(1, len(spelling)):
+        part = small.encode(head + spelling[:cut])
+        assert_stream(part, True, Message(head + spelling[:cut], None, (), "length"), small)
 
 
 def test_arguments_are_escaped_json(small: Tokenizer) -> None:
@@ -302,7 +379,11 @@ def test_arguments_are_escaped_json(small: Tokenizer) -> None:
 
 def test_a_json_block_and_arguments_do_not_mix() -> None:
     block = '{O}json type="object"{S}{"b":1}{C}json{S}'
-    both = spelled("{C}think{S}" + tools(call("f", argument("a", None, "1"), block), call("g", block, argument("a", None, "1"))) + END)
+    both = spelled(
+        "{C}think{S}"
+        + tools(call("f", argument("a", None, "1"), block), call("g", block, argument("a", None, "1")))
+        + END
+    )
     assert [call.arguments for call in parse.parse(None, both).tool_calls] == ['{"a":"1"}', '{"b":1}']
 
 
@@ -333,7 +414,8 @@ def test_reasoning_is_tracked_for_grammars(small: Tokenizer) -> None:
         parser.push(id_)
         seen.append(parser.in_reasoning)
     assert seen == sorted(seen, reverse=True)
-    assert seen[0] and not seen[-1]
+    assert seen[0]
+    assert not seen[-1]
 
 
 def test_wrong_use_is_named(small: Tokenizer) -> None:

@@ -1,6 +1,7 @@
 """The tokenizer against the published vectors, and what every vocabulary must hold."""
 
 import hashlib
+import itertools
 import json
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from k3jax.detokenizer import Detokenizer
 from k3jax.tokenizer import Tokenizer
 
 VECTORS = {
-    "T-1": ("HelloWorld 漢字テスト 12345 it's", [19180, 14350, 220, 1435, 95, 1855, 25875, 33360, 220, 6694, 2899, 4643]),
+    "T-1": (
+        "HelloWorld 漢字テスト 12345 it's",
+        [19180, 14350, 220, 1435, 95, 1855, 25875, 33360, 220, 6694, 2899, 4643],
+    ),
     "T-2": ("  leading and trailing  ", [220, 8134, 316, 42711, 256]),
     "T-3": ("line one\nline two\r\nline three", [1611, 1101, 198, 1611, 2069, 462, 1611, 3499]),
     "T-4": (
@@ -158,7 +162,7 @@ def naive_cuts(text: str) -> list[str]:
     st.lists(
         st.tuples(
             st.sampled_from([" ", "\x1c", "\x1f", "\x85", "\u3000", "a", "漢", "\u200b", "\x00", "\u180e"]),
-            st.sampled_from([1, 2, 24_999, 25_000, 25_001, 50_000, 50_001, 74_999, 200_000]),
+            st.sampled_from([1, 2, 24_999, 25_000, 25_001, 50_001, 100_000]),
         ),
         max_size=6,
     )
@@ -186,7 +190,7 @@ def test_no_text_yields_a_control_id_and_all_text_returns(small: Tokenizer, text
 def test_detokenizer_pieces_join_to_the_whole(small: Tokenizer, ids: list[int], cuts: list[int], skip: bool) -> None:
     detokenizer = Detokenizer(small, skip_special=skip)
     bounds = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
-    pieces = [detokenizer.push(ids[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [detokenizer.push(ids[a:b]) for a, b in itertools.pairwise(bounds)]
     assert "".join(pieces) + detokenizer.finish() == small.decode(ids, skip_special=skip)
 
 

@@ -1,0 +1,103 @@
+"""Attention of DSpark drafts: context rows come from the target's taps, block rows from the draft itself."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int32
+
+from k3jax.dspark_config import DraftGqa, DraftMla, DSparkConfig
+from k3jax.layers.norm import RmsNorm
+from k3jax.layers.rope import rotate
+from k3jax.params import Tree
+from pallas.precision import einsum
+
+
+def masked_softmax(
+    scores: Float[Array, "B heads Q S"], visible: Bool[Array, "B Q S"], scale: float
+) -> Float[Array, "B heads Q S"]:
+    """Softmax over the visible keys; every query sees at least itself."""
+    return jax.nn.softmax(jnp.where(visible[:, None], scores * scale, -jnp.inf), axis=-1)
+
+
+class GqaDraftAttention(nnx.Module):
+    """Grouped-query attention; a cached row is `[keys | values]` of all KV heads, keys normed and rotated."""
+
+    def __init__(self, config: DSparkConfig, parameters: Tree) -> None:
+        assert isinstance(config.attention, DraftGqa)
+        for name in ("q", "k", "v", "out"):
+            setattr(self, name, nnx.Param(parameters[name]))
+        self.q_norm = RmsNorm(parameters["q_norm"], config.norm_eps)
+        self.k_norm = RmsNorm(parameters["k_norm"], config.norm_eps)
+        self.sizes, self.rope = config.attention, config.rope
+
+    def rows(self, x: Float[Array, "B T D"], position: Int32[Array, "B T"]) -> Float[Array, "B T L"]:
+        """What the cache holds of tokens at `position`."""
+        key = rotate(self.k_norm(einsum("btd,hcd->bthc", x, self.k[...])), position, self.rope)
+        value = einsum("btd,hcd->bthc", x, self.v[...])
+        return jnp.concatenate([key, value], axis=2).reshape(*x.shape[:2], -1)
+
+    def __call__(
+        self,
+        x: Float[Array, "B Q D"],
+        position: Int32[Array, "B Q"],
+        rows: Float[Array, "B S L"],
+        visible: Bool[Array, "B Q S"],
+    ) -> Float[Array, "B Q D"]:
+        """Attention of the block's queries over `rows`."""
+        kv_heads, dim = self.sizes.num_kv_heads, self.sizes.head_dim
+        query = rotate(self.q_norm(einsum("btd,hcd->bthc", x, self.q[...])), position, self.rope)
+        query = query.reshape(*query.shape[:2], kv_heads, -1, dim)
+        pair = rows.reshape(*rows.shape[:2], 2, kv_heads, dim)
+        scores = einsum("bqkgc,bskc->bkgqs", query, pair[:, :, 0], out=jnp.dtype(jnp.float32))
+        flat = scores.reshape(scores.shape[0], -1, *scores.shape[3:])
+        weights = masked_softmax(flat, visible, dim**-0.5).astype(x.dtype).reshape(scores.shape)
+        mixed = einsum("bkgqs,bskc->bqkgc", weights, pair[:, :, 1])
+        return einsum("bqhc,dhc->bqd", mixed.reshape(*x.shape[:2], -1, dim), self.out[...])
+
+
+class MlaDraftAttention(nnx.Module):
+    """DeepSeek latent attention, absorbed; a cached row is `[latent | rotated shared key]`."""
+
+    def __init__(self, config: DSparkConfig, parameters: Tree) -> None:
+        assert isinstance(config.attention, DraftMla)
+        for name in ("q_down", "q_up", "kv_down", "key_up", "value_up", "out"):
+            setattr(self, name, nnx.Param(parameters[name]))
+        self.q_norm = RmsNorm(parameters["q_norm"], config.norm_eps)
+        self.kv_norm = RmsNorm(parameters["kv_norm"], config.norm_eps)
+        self.sizes, self.rope = config.attention, config.rope
+        width = self.sizes.qk_nope_head_dim + self.sizes.qk_rope_head_dim
+        self.scale = width**-0.5 * (config.rope.yarn.softmax_factor if config.rope.yarn else 1.0)
+
+    def rows(self, x: Float[Array, "B T D"], position: Int32[Array, "B T"]) -> Float[Array, "B T L"]:
+        """What the cache holds of tokens at `position`."""
+        projected = einsum("btd,rd->btr", x, self.kv_down[...])
+        rank = self.sizes.kv_lora_rank
+        shared = rotate(projected[..., rank:], position, self.rope)
+        return jnp.concatenate([self.kv_norm(projected[..., :rank]), shared], axis=-1)
+
+    def __call__(
+        self,
+        x: Float[Array, "B Q D"],
+        position: Int32[Array, "B Q"],
+        rows: Float[Array, "B S L"],
+        visible: Bool[Array, "B Q S"],
+    ) -> Float[Array, "B Q D"]:
+        """Attention of the block's queries over `rows`."""
+        own, rank = self.sizes.qk_nope_head_dim, self.sizes.kv_lora_rank
+        compressed = self.q_norm(einsum("btd,rd->btr", x, self.q_down[...]))
+        query = einsum("btr,hqr->bthq", compressed, self.q_up[...])
+        absorbed = einsum("bthk,hkr->bthr", query[..., :own], self.key_up[...])
+        full = jnp.concatenate([absorbed, rotate(query[..., own:], position, self.rope)], axis=-1)
+        scores = einsum("bqhl,bsl->bhqs", full, rows, out=jnp.dtype(jnp.float32))
+        weights = masked_softmax(scores, visible, self.scale).astype(x.dtype)
+        mixed = einsum("bhqs,bsr->bqhr", weights, rows[..., :rank])
+        return einsum("bqhv,dhv->bqd", einsum("bqhr,hvr->bqhv", mixed, self.value_up[...]), self.out[...])
+
+
+DraftAttention = GqaDraftAttention | MlaDraftAttention
+
+
+def draft_attention(config: DSparkConfig, parameters: Tree) -> DraftAttention:
+    """The kind of attention that the draft has."""
+    kind = GqaDraftAttention if isinstance(config.attention, DraftGqa) else MlaDraftAttention
+    return kind(config, parameters)

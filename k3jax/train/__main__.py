@@ -1,0 +1,232 @@
+"""Trains a small K3 the way K3 is trained: Quantile Balancing, per-head Muon, MXFP4-aware experts.
+
+Examples:
+    python -m k3jax.train pretrain --config tiny --out run --steps 20 --rows 4 --length 64 --limit-mb 1
+    python -m k3jax.train prepare --config nano --out data
+    python -m k3jax.train pretrain --config nano --data data --out run --seconds 350 --chat-seconds 90
+    python -m k3jax.train baseline --data data
+
+`pretrain` goes on where its --out folder stopped. Exit codes: 0 done, 1 the data or the run cannot be used,
+2 wrong usage.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+ConfigName = Literal["nano", "tiny"]
+
+
+class UsageError(ValueError):
+    """Arguments that cannot be meant."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepare:
+    """Collect permissively licensed Python files of this machine, learn a tokenizer, pack ids and chat windows.
+
+    Example: python -m k3jax.train prepare --config nano --out data
+    """
+
+    out: Path
+    """Folder to write."""
+    config: ConfigName = "nano"
+    """Configuration that names the vocabulary size."""
+    tokenizer: Path | None = None
+    """Folder of a tokenizer to use instead of learning one."""
+    root: Path | None = None
+    """Take the Python files below this folder instead."""
+    limit_mb: float | None = None
+    """Stop at this much text."""
+    length: int = 1024
+    """Predictions per chat window; the same as in `pretrain`."""
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrain:
+    """Pre-train, then the chat phase, evaluate, export in the released format; resumes by itself.
+
+    Example: python -m k3jax.train pretrain --config nano --data data --out run --seconds 350 --chat-seconds 90
+    """
+
+    out: Path
+    """Folder of log, saved states, curves and the exported checkpoint."""
+    config: ConfigName = "nano"
+    """Configuration to train."""
+    data: Path | None = None
+    """Folder made by `prepare` (default: prepared in --out)."""
+    steps: int | None = None
+    """Steps of pre-training; or give --seconds."""
+    seconds: float | None = None
+    """Time for pre-training, turned into steps once the time of a step is known."""
+    chat_steps: int | None = None
+    """Steps of the chat phase."""
+    chat_seconds: float | None = None
+    """Time for the chat phase."""
+    rows: int = 64
+    """Windows per step, over all devices."""
+    length: int = 1024
+    """Predictions per window."""
+    peak: float = 4e-3
+    """Largest learning rate."""
+    chat_peak: float = 1.5e-3
+    """Largest learning rate of the chat phase."""
+    seed: int = 0
+    unbalanced: bool = False
+    """Train without Quantile Balancing, as a baseline."""
+    no_remat: bool = False
+    """Keep all activations: faster, more memory."""
+    micro_batches: int = 1
+    """Parts of a step that are computed one after the other."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the computation; parameters are float32."""
+    wait: float = 0.0
+    """Seconds to wait for --data to be complete."""
+    save_seconds: float = 600.0
+    """Time between saved states."""
+    limit_mb: float | None = None
+    """Text to prepare when --data is left out."""
+    compilation_cache: Path | None = None
+    """Folder of compiled programs, kept across runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """Bits per byte of a Kneser-Ney 5-gram model with the same tokenizer on the same files.
+
+    Example: python -m k3jax.train baseline --data data --out baseline.json
+    """
+
+    data: Path
+    """Folder made by `prepare`."""
+    out: Path | None = None
+    """File for the result (default: standard output)."""
+    wait: float = 0.0
+    """Seconds to wait for --data to be complete."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Draw the curves of one or more runs.
+
+    Example: python -m k3jax.train draw --out curves.png --logs run/log.jsonl other/log.jsonl --names nano "QB off"
+    """
+
+    out: Path
+    """PNG to write."""
+    logs: tuple[Path, ...]
+    """Journals (log.jsonl)."""
+    names: tuple[str, ...] = ()
+    """Their names, in the same order."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    import tyro
+
+    command = tyro.cli(
+        Prepare | Pretrain | Baseline | Draw,
+        prog="python -m k3jax.train",
+        description=__doc__,
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    from k3jax.train.programs import TrainingError
+
+    run: Any = {Prepare: _prepare, Pretrain: _pretrain, Baseline: _baseline, Draw: _draw}[type(command)]
+    try:
+        run(command)
+    except UsageError as error:
+        return _fail(error, 2)
+    except (TrainingError, FileNotFoundError, ValueError) as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted; run the same command again to go on from the last saved state", 130)
+    return 0
+
+
+def _fail(error: object, code: int) -> int:
+    print("error: " + " ".join(str(error).split()), file=sys.stderr)
+    return code
+
+
+def _prepare(command: Prepare) -> None:
+    from k3jax.train import programs
+    from k3jax.train.configs import CONFIGS
+
+    settings = programs.Preparation(
+        out=command.out,
+        vocab_size=CONFIGS[command.config]().vocab_size,
+        tokenizer=command.tokenizer,
+        root=command.root,
+        limit=_bytes(command.limit_mb),
+        length=command.length,
+        workers=programs.processes(),
+        seed=command.seed,
+    )
+    print(json.dumps(programs.prepare(settings)))
+
+
+def _pretrain(command: Pretrain) -> None:
+    if (command.steps is None) == (command.seconds is None):
+        raise UsageError("give exactly one of --steps and --seconds")
+    import jax
+
+    import checkpoints
+    from checkpoints import orbax_adapter
+    from k3jax.train import programs
+    from k3jax.train.configs import CONFIGS
+
+    if command.compilation_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(command.compilation_cache.resolve()))
+    data = command.data or command.out / "data"
+    if command.data is None and not (data / "sizes.json").is_file():
+        _prepare(Prepare(data, command.config, limit_mb=command.limit_mb, length=command.length, seed=command.seed))
+    names = ("steps", "seconds", "chat_steps", "chat_seconds", "rows", "length", "peak", "chat_peak", "seed")
+    settings = programs.Training(
+        config=CONFIGS[command.config](),
+        data=data,
+        out=command.out,
+        balanced=not command.unbalanced,
+        remat=not command.no_remat,
+        **{name: getattr(command, name) for name in (*names, "micro_batches", "dtype", "wait", "save_seconds")},
+    )
+
+    def export(path: Path, config: Any, tree: Any) -> None:
+        checkpoints.export(path, config, tree, max_shard_bytes=1 << 40)
+
+    summary = programs.pretrain(settings, orbax_adapter.write, orbax_adapter.read, export)
+    print(json.dumps({name: value for name, value in summary.items() if not isinstance(value, list)}))
+
+
+def _baseline(command: Baseline) -> None:
+    from k3jax.train import data, programs
+
+    data.wait_for(command.data, command.wait)
+    text = json.dumps(programs.baseline(command.data))
+    if command.out is None:
+        print(text)
+    else:
+        command.out.write_text(text + "\n", encoding="utf-8")
+
+
+def _draw(command: Draw) -> None:
+    from k3jax.train import report
+
+    if command.names and len(command.names) != len(command.logs):
+        raise UsageError(f"{len(command.names)} names for {len(command.logs)} logs; give one each or none")
+    names = command.names or tuple(str(path) for path in command.logs)
+    runs = {name: report.read(path) for name, path in zip(names, command.logs, strict=True)}
+    report.draw(runs, command.out)
+
+
+def _bytes(megabytes: float | None) -> int | None:
+    return None if megabytes is None else int(megabytes * 1e6)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""KDA prefill on Mosaic GPU: `mosaic_intra` over all blocks of 64 tokens at once, then `mosaic_state` along the sequence.
+
+States at boundaries are captured by the second kernel at the chunk start before them, without splitting the launch; the up to
+31 tokens between are replayed by the portable form, and only when a boundary does not fall on a chunk.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas.kda.chunked import chunked
+from pallas.kda.inputs import token_inputs, window_at
+from pallas.kda.mosaic_decode import require_supported
+from pallas.kda.mosaic_intra import BLOCK, CHUNK, intra
+from pallas.kda.mosaic_state import recur
+from pallas.kda.types import KdaWeights, Prefill
+
+
+def pad_tokens(x: jax.Array) -> jax.Array:
+    """Fills the token axis up to whole blocks; a copy, so callers that care pass whole blocks."""
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % BLOCK)] + [(0, 0)] * (x.ndim - 2))
+
+
+def replay(
+    tokens: tuple[jax.Array, jax.Array, jax.Array],
+    weights: KdaWeights,
+    window: Float[Array, "B 3 H 3 D"],
+    captured: Float32[Array, "B N H D D"],
+    position: Int32[Array, "B N"],
+    lower_bound: float,
+) -> Float32[Array, "B N H D D"]:
+    """The states `position` tokens in, from those at the chunk starts before."""
+    rows, count = position.shape
+    start, rest = position // CHUNK * CHUNK, position % CHUNK
+    qkvz = tokens[0]
+
+    def piece(x: jax.Array) -> jax.Array:
+        cut = lambda row, at: lax.dynamic_slice_in_dim(row, at, CHUNK, axis=0)  # noqa: E731
+        pieces = jax.vmap(jax.vmap(cut, in_axes=(None, 0)))(x, start)
+        return pieces.reshape(rows * count, *pieces.shape[2:])
+
+    def run() -> jax.Array:
+        windows = window_at(qkvz[..., :3, :], window, start)
+        flat = windows.reshape(rows * count, *windows.shape[2:])
+        valid = jnp.arange(CHUNK, dtype=jnp.int32)[None] < rest.reshape(-1)[:, None]
+        inputs = token_inputs(*(piece(x) for x in tokens), weights, flat, valid, lower_bound)
+        return chunked(inputs, captured.reshape(rows * count, *captured.shape[2:]), None)[1].reshape(captured.shape)
+
+    return lax.cond(jnp.any(rest > 0), run, lambda: captured)
+
+
+def prefill(
+    qkvz: Float[Array, "B T H 4 D"],
+    decay_logits: Float[Array, "B T H D"],
+    beta_logits: Float[Array, "B T H"],
+    weights: KdaWeights,
+    state: Float32[Array, "B H D D"],
+    window: Float[Array, "B 3 H 3 D"],
+    length: Int32[Array, "B"],
+    boundaries: Int32[Array, "B N"] | None,
+    lower_bound: float,
+    norm_eps: float,
+    interpret: Any = None,
+) -> Prefill:
+    """`api.prefill`."""
+    require_supported(qkvz.shape[-1], qkvz.dtype)
+    if lower_bound < -5.0:
+        raise NotImplementedError(f"kda mosaic prefill holds decays down to lower_bound -5, got {lower_bound}")
+    tokens = qkvz.shape[1]
+    padded = tuple(pad_tokens(x) for x in (qkvz, decay_logits, beta_logits))
+    operands = intra(*padded, weights, window, length, lower_bound, interpret)
+    position = None if boundaries is None else jnp.clip(boundaries, 0, length[:, None])
+    home = jnp.full((qkvz.shape[0], 1), -1, jnp.int32) if position is None else position // CHUNK
+    turned = jnp.swapaxes(state, -1, -2)
+    output, final, captured = recur(operands, padded[0], weights.norm, turned, length, home, norm_eps, interpret)
+    final, captured = jnp.swapaxes(final, -1, -2), jnp.swapaxes(captured, -1, -2)
+    raw = qkvz[..., :3, :]
+    last = window_at(raw, window, length)
+    if position is None:
+        return Prefill(output[:, :tokens], final, last, None, None)
+    states = replay(padded, weights, window, captured, position, lower_bound)
+    return Prefill(output[:, :tokens], final, last, states, window_at(raw, window, position))

@@ -1,0 +1,220 @@
+"""KDA prefill, second kernel: the recurrence over chunks, one block per (row, head).
+
+Two warpgroups hold half of the values each of the transposed state [value, key] in float32 registers for the whole sequence;
+it is the left operand of every product, rounded to bfloat16, so it never touches memory. A third warpgroup starts the bulk
+copies of the next chunks and turns the readings of the last one into outputs. Per chunk, with M the decay at its middle,
+E its end, and operands as `mosaic_intra.Operands` describes them:
+
+    S' = S exp(M)        u = (push - S' pull^T) inverse^T        o = S' query^T + u attention^T        S = (S' + u key) exp(E - M)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas.kda.mosaic_intra import CHUNK, NARROW, PRODUCT, WIDE, Operands, over_columns, over_rows
+from pallas.kda.mosaic_token import CHANNELS, pl_ds
+
+SIDE = CHANNELS // 2
+STAGES = 4
+COPIES = 8
+COMPUTE_REGISTERS, SERVICE_REGISTERS = 200, 104
+OUTPUT_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, SIDE), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+"""[32, 64]: a token per warp and step, two of its values a lane."""
+
+
+def advance(state: jax.Array, stage: tuple) -> tuple[jax.Array, jax.Array]:
+    """One chunk of half of the values: (state' before the second decay, readings [64, 32])."""
+    query, pull, push, key, inverse, attention = stage
+    operand = state.astype(jnp.bfloat16)
+
+    def run(refs: tuple) -> None:
+        predicted, write, reading, after = refs
+        plgpu.wgmma(predicted, operand, pull.transpose((1, 0)))
+        plgpu.wgmma(write, push.transpose((1, 0)), inverse.transpose((1, 0)))
+        plgpu.wgmma(reading, operand, query.transpose((1, 0)))
+        negative = (-plgpu.wgmma_accumulator_load(predicted, wait_n=2)).astype(jnp.bfloat16)
+        plgpu.wgmma(write, negative, inverse.transpose((1, 0)))
+        written = plgpu.wgmma_accumulator_load(write, wait_n=0).astype(jnp.bfloat16)
+        plgpu.wgmma(reading, written, attention.transpose((1, 0)))
+        plgpu.wgmma(after, written, key)
+
+    blank = plgpu.layout_cast(jnp.zeros((SIDE, CHUNK), jnp.float32), PRODUCT)
+    start = tuple(plgpu.ACC.init(x) for x in (blank, blank, blank, state))
+    _, _, reading, after = pl.run_state(run)(start)
+    return after, reading
+
+
+def emulated_advance(state: jax.Array, stage: tuple) -> tuple[jax.Array, jax.Array]:
+    """`advance` for interpretation on a CPU, where a product cannot take its left operand from registers."""
+    query, pull, push, key, inverse, attention = (x[...] for x in stage)
+    dot = lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32)  # noqa: E731
+    operand = state.astype(jnp.bfloat16)
+    negative = (-dot(operand, pull.T)).astype(jnp.bfloat16)
+    written = (dot(push.T, inverse.T) + dot(negative, inverse.T)).astype(jnp.bfloat16)
+    return state + dot(written, key), dot(operand, query.T) + dot(written, attention.T)
+
+
+def fetch_chunk(operands: tuple, stage: tuple, ready: Any, row: jax.Array, head: jax.Array, chunk: jax.Array) -> None:
+    """Starts the copies of a chunk's operands (`COPIES` arrivals)."""
+    query, pull, push, key, inverse, attention, total = operands
+    tokens = pl.ds(chunk * CHUNK, CHUNK)
+    for source, target in zip((query, pull, key, inverse, attention), (stage[0], stage[1], stage[3], stage[4], stage[5])):
+        plgpu.copy_gmem_to_smem(source.at[row, head, tokens], target, ready)
+    for side in range(2):
+        plgpu.copy_gmem_to_smem(push.at[row, head, tokens, pl_ds(SIDE * side, SIDE)], stage[2].at[side], ready)
+    plgpu.copy_gmem_to_smem(total.at[row, head, pl.ds(2 * chunk, 2)], stage[6], ready)
+
+
+def gated_output(
+    readings: list[jax.Array], gates: list[jax.Array], norms: list[jax.Array], eps: float, valid: jax.Array
+) -> list[jax.Array]:
+    """RMSNorm over both halves of the values times sigmoid of the gate, zero where not valid, in bfloat16."""
+    wide = [x.astype(jnp.float32) for x in readings]
+    squares = [(x * x).sum(axis=1) for x in wide]
+    scale = over_rows(lax.rsqrt((squares[0] + squares[1]) / CHANNELS + eps), OUTPUT_LAYOUT, (CHUNK, SIDE))
+    outputs = []
+    for x, gate, norm in zip(wide, gates, norms):
+        opened = 0.5 + 0.5 * jnp.tanh(0.5 * gate.astype(jnp.float32))
+        weight = over_columns(norm, OUTPUT_LAYOUT, (CHUNK, SIDE))
+        outputs.append(jnp.where(valid, x * scale * weight * opened, 0.0).astype(jnp.bfloat16))
+    return outputs
+
+
+def recur(
+    operands: Operands,
+    qkvz: Float[Array, "B T H 4 D"],
+    norm: Float32[Array, "D"],
+    state: Float32[Array, "B H D D"],
+    length: Int32[Array, "B"],
+    home: Int32[Array, "B N"],
+    norm_eps: float,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(output [B, T, H, D], final state, states at the start of chunk `home`), states transposed to [value, key].
+
+    `home` past the last chunk captures the final state. T is a multiple of the chunk.
+    """
+    rows, tokens, heads, _, channels = qkvz.shape
+    captures = home.shape[1]
+    step: Callable = advance if interpret is None else emulated_advance
+
+    def body(query, pull, push, key, inverse, attention, total, qkvz, norm, state_in, lengths, home,
+             output, state_out, captured,
+             queries, pulls, pushes, keys, inverses, attentions, totals, readings, full, read, drained):
+        row, head, group = lax.axis_index("rows"), lax.axis_index("heads"), lax.axis_index("group")
+        length = lengths[row]
+        chunks = (length + CHUNK - 1) // CHUNK
+        ring = (queries, pulls, pushes, keys, inverses, attentions, totals)
+        sources = (query, pull, push, key, inverse, attention, total)
+
+        @pl.when(group < 2)
+        def _compute() -> None:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            values = pl.ds(group * SIDE, SIDE)
+
+            def capture(chunk: jax.Array, state: jax.Array) -> None:
+                for index in range(captures):
+                    @pl.when(home[row, index] == chunk)
+                    def _store() -> None:
+                        captured[row, index, head, values] = state
+
+            def loop(chunk: jax.Array, state: jax.Array) -> jax.Array:
+                slot, buffer = chunk % STAGES, chunk % 2
+                capture(chunk, state)
+                plgpu.barrier_wait(full.at[slot])
+                decays = [plgpu.load(totals.at[slot, part], layout=PRODUCT.reduce(0), optimized=False) for part in range(2)]
+                before, after = (over_columns(x, PRODUCT, (SIDE, channels)) for x in decays)
+                stage = (queries.at[slot], pulls.at[slot], pushes.at[slot, group], keys.at[slot], inverses.at[slot],
+                         attentions.at[slot])
+                state, reading = step(state * before, stage)
+
+                @pl.when(chunk >= 2)
+                def _reuse() -> None:
+                    plgpu.barrier_wait(drained.at[buffer])
+
+                turned = plgpu.layout_cast(reading.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+                readings.at[buffer, group].transpose((1, 0))[...] = turned
+                plgpu.barrier_arrive(read.at[buffer])
+                return state * after
+
+            initial = plgpu.load(state_in.at[row, head, values], layout=PRODUCT, optimized=False)
+            final = lax.fori_loop(0, chunks, loop, initial)
+            for last in (2, 1):
+                pl.when(chunks >= last)(lambda: plgpu.barrier_wait(drained.at[(chunks - last) % 2]))
+            for index in range(captures):
+                @pl.when(home[row, index] >= chunks)
+                def _store_final() -> None:
+                    captured[row, index, head, values] = final
+            state_out[row, head, values] = final
+
+        @pl.when(group == 2)
+        def _serve() -> None:
+            plgpu.set_max_registers(SERVICE_REGISTERS, action="decrease")
+
+            def fetch(chunk: jax.Array) -> None:
+                slot = chunk % STAGES
+                fetch_chunk(sources, tuple(x.at[slot] for x in ring), full.at[slot], row, head, chunk)
+
+            for chunk in range(STAGES):
+                pl.when(chunk < chunks)(lambda: fetch(jnp.int32(chunk)))
+            sides = [pl_ds(SIDE * side, SIDE) for side in range(2)]
+            norms = [plgpu.load(norm.at[side], layout=OUTPUT_LAYOUT.reduce(0), optimized=False) for side in sides]
+            token = plgpu.broadcasted_iota(jnp.int32, (CHUNK, SIDE), 0, layout=OUTPUT_LAYOUT)
+
+            def serve(chunk: jax.Array, _: None) -> None:
+                buffer = chunk % 2
+                there = pl.ds(chunk * CHUNK, CHUNK)
+                gates = [
+                    plgpu.load(qkvz.at[row, there, head, 3, side], layout=OUTPUT_LAYOUT, optimized=False) for side in sides
+                ]
+                plgpu.barrier_wait(read.at[buffer])
+                pl.when(chunk + STAGES < chunks)(lambda: fetch(chunk + STAGES))
+                halves = [plgpu.load(readings.at[buffer, side], layout=OUTPUT_LAYOUT, optimized=False) for side in range(2)]
+                results = gated_output(halves, gates, norms, norm_eps, token < length - chunk * CHUNK)
+                plgpu.barrier_arrive(drained.at[buffer])
+                for side, result in zip(sides, results):
+                    output[row, there, head, side] = result
+
+            def clear(chunk: jax.Array, _: None) -> None:
+                for side in sides:
+                    blank = plgpu.layout_cast(jnp.zeros((CHUNK, SIDE), jnp.bfloat16), OUTPUT_LAYOUT)
+                    output[row, pl.ds(chunk * CHUNK, CHUNK), head, side] = blank
+
+            lax.fori_loop(0, chunks, serve, None)
+            lax.fori_loop(chunks, tokens // CHUNK, clear, None)
+
+    tile = plgpu.SMEM((STAGES, CHUNK, channels), jnp.bfloat16, transforms=WIDE)
+    square = plgpu.SMEM((STAGES, CHUNK, CHUNK), jnp.bfloat16, transforms=NARROW)
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((rows, tokens, heads, channels), qkvz.dtype),
+            jax.ShapeDtypeStruct(state.shape, jnp.float32),
+            jax.ShapeDtypeStruct((rows, max(captures, 1), heads, channels, channels), jnp.float32),
+        ),
+        grid=(heads, rows),
+        grid_names=("heads", "rows"),
+        num_threads=3,
+        thread_name="group",
+        scratch_types=(
+            tile, tile, plgpu.SMEM((STAGES, 2, CHUNK, SIDE), jnp.bfloat16, transforms=NARROW),
+            plgpu.SMEM((STAGES, CHUNK, channels), jnp.bfloat16, transforms=NARROW), square, square,
+            plgpu.SMEM((STAGES, 2, channels), jnp.float32),
+            plgpu.SMEM((2, 2, CHUNK, SIDE), jnp.bfloat16, transforms=WIDE),
+            plgpu.Barrier(num_arrivals=COPIES, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            plgpu.Barrier(num_barriers=2),
+        ),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
+        ),
+        interpret=interpret,
+        kernel_name="kda_state",
+    )(*operands, qkvz, norm, state, length, home)
