@@ -17,9 +17,6 @@ from checkpoints.streaming import Progress, load_tree, model_dtype
 from k3jax import params
 from k3jax.config import K3Config
 
-CONVERSION = "conversion.json"
-"""Names what a target is converted from, so that a resumed run cannot mix two sources."""
-
 COMPANIONS = (
     "tokenizer.json",
     "tiktoken.model",
@@ -51,7 +48,7 @@ def convert(
     target_dtype = model_dtype(dtype)
     identity = fingerprint(source, config, target_dtype)
     partial = native.begin(target, resume=_resumable(native.partial_path(target), identity))
-    (partial / CONVERSION).write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+    _record(partial / native.CONVERSION, identity)
 
     def produce(specs: params.Tree) -> params.Tree:
         return load_tree(source, specs, dtype=target_dtype)
@@ -77,10 +74,17 @@ def copy_companions(directory: Path, target: Path) -> None:
             shutil.copyfile(directory / name, target / name)
 
 
+def _record(file: Path, identity: dict[str, Any]) -> None:
+    """Writes the fingerprint so that a kill leaves all of it or nothing."""
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+    draft.replace(file)
+
+
 def _resumable(partial: Path, identity: dict[str, Any]) -> bool:
     """Whether `partial` was begun from the same source; raises when it was begun from another."""
     try:
-        begun = json.loads((partial / CONVERSION).read_text(encoding="utf-8"))
+        begun = json.loads((partial / native.CONVERSION).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False  # nothing there, or killed before anything was written
     if begun != identity:

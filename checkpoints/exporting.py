@@ -19,12 +19,15 @@ import numpy as np
 from checkpoints.assemble import piece_view
 from checkpoints.checking import OTHER_PARTS, read_config
 from checkpoints.errors import CheckpointError
-from checkpoints.native import partial_path, tree_dtype
+from checkpoints.native import tree_dtype
 from checkpoints.shards import Plan, ShardPlan, make_plan
 from checkpoints.source import CONFIG, INDEX, NUMPY_DTYPE, OpenTensors, Source
 from checkpoints.streaming import Keys, Progress, dotted, reported, tree_bytes
 from k3jax import params
 from k3jax.config import K3Config
+
+PARTIAL = ".exporting"
+"""Suffix of the directory until it is complete; not that of conversions, which may be resumed."""
 
 
 def export(
@@ -74,7 +77,7 @@ def _atomic_directory(path: Path) -> Iterator[Path]:
     """A directory that becomes `path` when the block ends well, and vanishes when it does not."""
     if path.exists():
         raise CheckpointError(f"{path}: already exists; remove it or choose another path")
-    partial = partial_path(path)
+    partial = path.with_name(path.name + PARTIAL)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -87,7 +90,7 @@ def _atomic_directory(path: Path) -> Iterator[Path]:
 
 
 class _OutputFiles:
-    """Writable, zero-filled views of the tensors of a plan; a shard is created when first touched."""
+    """Writable, zero-filled views of the tensors of a plan; all files are reserved at once, before any copy."""
 
     def __init__(self, directory: Path, plan: Plan) -> None:
         self._directory = directory

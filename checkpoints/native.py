@@ -37,6 +37,8 @@ from k3jax import params
 from k3jax.config import K3Config
 
 PARAMETERS = "parameters"
+CONVERSION = "conversion.json"
+"""Names what a partial checkpoint is converted from, so that a resumed run cannot mix two sources."""
 FORMAT = {"format": "k3jax-orbax", "version": 1}
 
 
@@ -94,8 +96,10 @@ def groups(config: K3Config) -> dict[str, params.Tree]:
 
 
 def begin(path: str | Path, *, resume: bool) -> Path:
-    """The directory in which the checkpoint at `path` is built; emptied unless `resume`."""
+    """The directory in which the checkpoint at `path` is built; emptied unless `resume`, but no conversion is lost."""
     root, partial = Path(path), partial_path(path)
+    if not resume and (partial / CONVERSION).exists():
+        raise CheckpointError(f"{partial}: is an unfinished conversion; finish it, remove it or choose another path")
     if root.exists():
         raise CheckpointError(f"{root}: already exists; remove it or choose another path")
     try:

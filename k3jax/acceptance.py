@@ -50,7 +50,7 @@ def prefix_mass(
 def block_chances(
     p: Float32[Array, "B W V"], q: Float32[Array, "B G V"], x: Int32[Array, "B G"]
 ) -> Float32[Array, "B G"]:
-    """h_i: chance that the block is cut at or after i, given it is not cut later (Sun et al. 2024, arXiv 2403.10444)."""
+    """h_i: chance that the block is cut at i, unless it is cut later (Sun et al. 2024, arXiv 2403.10444)."""
     mass = prefix_mass(p, q, x)
     inner = mass[:, 1:-1]
     excess = jnp.sum(jnp.maximum(inner[..., None] * p[:, 1:-1] - q[:, 1:], 0.0), axis=-1)

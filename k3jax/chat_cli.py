@@ -1,8 +1,8 @@
 """Shows what a conversation is to the model, and what an output is to its readers.
 
-FILE is JSON: a list of messages, or an object with `messages` and any of tools,
-thinking_effort, thinking, tool_choice, response_format, response_schema,
-revision, continue_final, add_generation_prompt. `-` reads standard input.
+FILE is JSON: a list of messages, or the body of a chat-completions request
+(messages, tools, tool_choice, response_format, thinking_effort, ...); what does
+not touch the prompt is ignored. `-` reads standard input.
 
 Examples:
     python -m k3jax.chat render request.json
@@ -21,17 +21,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from k3jax import chat, chat_segments, parse, tokenizer
+from k3jax import chat, chat_request, chat_segments, parse, tokenizer
 from k3jax.chat_segments import Segment
 from k3jax.tokenizer import Tokenizer
 
 Effort = Literal["low", "high", "max", "none"]
-
-
-_OPTIONS = (
-    *("tools", "thinking_effort", "thinking", "tool_choice", "response_format", "response_schema"),
-    *("revision", "continue_final", "add_generation_prompt"),
-)
 
 
 class UsageError(ValueError):
@@ -201,13 +195,9 @@ def _request(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if isinstance(request, list):
         request = {"messages": request}
-    known = ["messages", *_OPTIONS]
-    if not isinstance(request, dict) or "messages" not in request:
-        raise ValueError(f"{path} holds no messages; expected a list of messages or an object with 'messages'")
-    unknown = sorted(set(request) - set(known))
-    if unknown:
-        raise ValueError(f"{path} has the unknown key {unknown[0]!r}; expected some of {', '.join(known)}")
-    return request
+    if not isinstance(request, dict):
+        raise ValueError(f"{path} holds a {type(request).__name__}; expected a list of messages or a request object")
+    return chat_request.render_arguments(request)
 
 
 def _print_segments(segments: Sequence[Segment], color: str) -> None:

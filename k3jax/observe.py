@@ -93,17 +93,26 @@ def _collect(output: step.Forward, progress: Progress, tokens: int, decode_ids: 
 
 
 def in_chunks(
-    model: Model, ids: Sequence[int], chunk: int, *, room: int
+    model: Model,
+    ids: Sequence[int],
+    chunk: int,
+    *,
+    room: int,
+    experts: Int[np.ndarray, "moe_layers T k"] | None = None,
 ) -> tuple[Float[np.ndarray, "T V"], K3Cache]:
     """Logits of all positions and the cache when `ids` go through it in pieces of at most `chunk` tokens.
 
-    A prompt that one piece would hold goes in two.
+    A prompt that one piece would hold goes in two. `experts` forces the routing.
     """
     piece = max(1, min(chunk, (len(ids) + 1) // 2))
     progress, logits = Progress.start(model, room), []
     for start in range(0, len(ids), piece):
         part = ids[start : start + piece]
-        output, progress = progress.feed(part, chunk)
+        if experts is None:
+            output, progress = progress.feed(part, chunk)
+        else:
+            forced, progress = progress.feed_forced(part, chunk, experts[:, start : start + piece])
+            output = forced.forward
         logits.append(np.asarray(output.logits)[0, : len(part)])
     return np.concatenate(logits), progress.cache
 

@@ -15,7 +15,17 @@ from k3jax.parse_lexer import Event, IdLexer, TextLexer
 from k3jax.parse_tags import TagAssembler
 from k3jax.tokenizer import Tokenizer
 
-__all__ = ["Channel", "Delta", "Message", "StreamParser", "ToolCall", "fold", "open_channel", "parse", "reasoning_ended"]
+__all__ = [
+    "Channel",
+    "Delta",
+    "Message",
+    "StreamParser",
+    "ToolCall",
+    "fold",
+    "open_channel",
+    "parse",
+    "reasoning_ended",
+]
 
 _PREFILLED = {"think": Channel.THINK, "response": Channel.RESPONSE, "message": Channel.OUTSIDE}
 

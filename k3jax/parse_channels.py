@@ -11,7 +11,6 @@ from k3jax import control_tokens
 from k3jax.parse_calls import CallAssembler, Delta
 from k3jax.parse_tags import LONGEST_BLANK, Item, Tag
 
-
 # Models sometimes open the channel again that the prompt has opened, and may spell it in ordinary tokens.
 _SPELLED_THINK = f"{control_tokens.OPEN}think{control_tokens.SEP}"
 

@@ -52,24 +52,25 @@ class Verification:
             self.model.read(case.arrays["input_ids"], f"{case.name}.input_ids")
             if case.decode_ids:
                 self.model.read(case.arrays["decode_ids"], f"{case.name}.decode_ids")
-            yield from self._in_one_go(case)
-            yield from self._in_chunks(case)
+            yield from self._compare(case)
 
-    def _in_one_go(self, case: Case) -> Iterator[Comparison]:
+    def _compare(self, case: Case) -> Iterator[Comparison]:
         sizes = {"size": self._size, "room": self._room}
         states = observe(self.model, case.input_ids, case.decode_ids, **sizes)
-        experts = case.arrays.get("router_ids")
-        if experts is not None:
-            if experts.shape != states.router_ids.shape:
-                yield compare(f"{case.name}.router_ids", states.router_ids, experts, 0)
-            elif np.array_equal(np.sort(states.router_ids), np.sort(experts)):
-                yield Comparison(f"{case.name}.router_ids", 0.0, f"{experts.size} ids are equal", True)
-                states = _in_order_of(states, experts)
-            else:
-                states, scores = observe_forced(
-                    self.model, case.input_ids, experts, case.decode_ids, **sizes
-                )
-                yield compare_choices(f"{case.name}.router_ids", scores, experts, self.bounds.margin)
+        theirs, forced = case.arrays.get("router_ids"), None
+        if theirs is not None and theirs.shape != states.router_ids.shape:
+            yield compare(f"{case.name}.router_ids", states.router_ids, theirs, 0)
+        elif theirs is not None and np.array_equal(np.sort(states.router_ids), np.sort(theirs)):
+            yield Comparison(f"{case.name}.router_ids", 0.0, f"{theirs.size} ids are equal", True)
+            states = _in_order_of(states, theirs)
+        elif theirs is not None:
+            forced = theirs
+            states, scores = observe_forced(self.model, case.input_ids, theirs, case.decode_ids, **sizes)
+            yield compare_choices(f"{case.name}.router_ids", scores, theirs, self.bounds.margin)
+        yield from self._in_one_go(case, states)
+        yield from self._in_chunks(case, forced)
+
+    def _in_one_go(self, case: Case, states: States) -> Iterator[Comparison]:
         ours = _by_name(states)
         for name, theirs in case.arrays.items():
             if name in ours:
@@ -77,10 +78,10 @@ class Verification:
             elif name not in ("input_ids", "decode_ids", "router_ids"):
                 yield Comparison(f"{case.name}.{name}", np.inf, "this model's layer has no such state", False)
 
-    def _in_chunks(self, case: Case) -> Iterator[Comparison]:
+    def _in_chunks(self, case: Case, forced: Int[np.ndarray, "M T k"] | None) -> Iterator[Comparison]:
         if len(case.input_ids) < 2 or "logits" not in case.arrays:
             return
-        logits, cache = in_chunks(self.model, case.input_ids, CHUNK, room=self._room)
+        logits, cache = in_chunks(self.model, case.input_ids, CHUNK, room=self._room, experts=forced)
         yield compare(f"{case.name}.logits (chunked)", logits, case.arrays["logits"], self.bounds.tolerance)
         for layer, state in kda_states(cache).items():
             if (theirs := case.arrays.get(f"kda_state.{layer}")) is not None:

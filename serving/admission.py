@@ -20,11 +20,11 @@ class RequestClass:
     """Requests of similar length."""
 
     name: str
-    longest: float
+    longest: int | float
     """Prompt tokens that still belong to the class."""
-    page_share: float
+    page_share: int | float
     """Part of all pages that the class may reserve."""
-    prefill_weight: float
+    prefill_weight: int | float
     """Relative share of prefill while other classes have work too."""
 
 
@@ -55,7 +55,7 @@ class FairShare:
         """How far ahead `name` is."""
         return self._time.get(name, self._now)
 
-    def charge(self, name: str, work: float) -> None:
+    def charge(self, name: str, work: int | float) -> None:
         """`name` has been served."""
         start = self.time(name)
         self._now = max(self._now, start)

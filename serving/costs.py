@@ -13,19 +13,19 @@ from k3jax.config import K3Config
 class ModelCost:
     """Sizes of one model."""
 
-    flops_per_token: float
-    flops_per_pair: float
-    latent_bytes_per_token: float
+    flops_per_token: int | float
+    flops_per_pair: int | float
+    latent_bytes_per_token: int | float
     """Of all MLA layers."""
-    state_bytes: float
+    state_bytes: int | float
     """State and convolution window of all KDA layers: one slot."""
-    active_weight_bytes: float = 0.0
+    active_weight_bytes: int | float = 0.0
     """Weights read for one token."""
-    weight_bytes: float = 0.0
+    weight_bytes: int | float = 0.0
 
     @classmethod
     def of(
-        cls, config: K3Config, *, weight_bits: float = 4.25, latent_bytes: float = 1.0, window_bytes: float = 2.0
+        cls, config: K3Config, *, weight_bits: int | float = 4.25, latent_bytes: int | float = 1.0, window_bytes: int | float = 2.0
     ) -> "ModelCost":
         """Costs of `config` with routed experts of `weight_bits`, other weights of 16, and latents of `latent_bytes`."""
         kda, mla = config.kda, config.mla
@@ -81,22 +81,22 @@ class Device:
     """A group of devices as one roofline."""
 
     name: str
-    flops: float
+    flops: int | float
     """FLOPs a second that prefill reaches, all devices together."""
-    bandwidth: float
+    bandwidth: int | float
     """Bytes a second that decode reaches, all devices together."""
-    memory: float
+    memory: int | float
     """Bytes of all devices."""
-    overhead: float = 5e-4
+    overhead: int | float = 5e-4
     """Seconds of a step that neither roof explains."""
-    host_bandwidth: float = 50e9
+    host_bandwidth: int | float = 50e9
     """Bytes a second between host memory and the devices."""
 
     def prefill_seconds(self, cost: ModelCost, start: int, end: int) -> float:
         """Time of tokens `start` to `end` of a prompt, without the overhead of a step."""
         return cost.prefill_flops(start, end) / self.flops
 
-    def decode_seconds(self, cost: ModelCost, contexts: list[int], experts: float) -> float:
+    def decode_seconds(self, cost: ModelCost, contexts: list[int], experts: int | float) -> float:
         """Time of a step with one token for each of the `contexts` (lengths), without overhead.
 
         `experts`: fraction of the routed experts that the batch touches.

@@ -33,6 +33,14 @@ class Path(Protocol):
     units: list[Digest]
     """One digest for each complete hash unit."""
 
+    def __len__(self) -> int:
+        """Tokens in the path."""
+        ...
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends token ids."""
+        ...
+
     def tail(self, units: int, tokens: int) -> Digest:
         """The name of the first `tokens` tokens after `units` units (fewer than a unit)."""
         ...

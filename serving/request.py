@@ -1,7 +1,7 @@
 """What is asked of the engine, and what comes back."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from serving.hashing import ImageSpan
@@ -23,7 +23,7 @@ class Request:
     """One sequence to continue. Token ids are checked when it is submitted."""
 
     id: str
-    tokens: list[int]
+    tokens: Sequence[int]
     max_tokens: int
     stop_ids: tuple[int, ...] = ()
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -34,7 +34,7 @@ class Request:
     """Whose turn it is in the queue; the salt when None."""
     priority: int = 0
     """Lower ones go first, and may push higher ones out of the batch."""
-    deadline: float | None = None
+    deadline: int | float | None = None
     """When the answer is of no use any more, on the engine's clock (seconds)."""
     images: tuple[ImageSpan, ...] = ()
     retention: Retention | None = None

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from serving.hashing import HashChain
+from serving.hashing import Path
 from serving.prefix_cache import Hit
 from serving.request import Final, FinishReason, Output, Request
 
@@ -19,32 +19,38 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Sequence:
-    """State of one request. Fields below `phase` are reset by preemption, those of `Resources` with it."""
+    """State of one request. What it holds on the device belongs to `Holdings`."""
 
     request: Request
-    path: HashChain
+    path: Path
     arrival: float
     order: int
     """Number of the submission; breaks ties."""
     kind: str
     """Name of its request class."""
-    ids: list[int]
-    """Prompt and every sampled token that the host knows."""
+    outputs: list[int] = dataclasses.field(default_factory=list)
+    """Every sampled token that the host knows."""
     phase: Phase = Phase.WAITING
+
     row: int = -1
     slot: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
+    hit: Hit | None = None
+    """The cached prefix to start from, held until the first chunk is dispatched."""
+    copy: tuple[int, int] = (0, 0)
+    """Page to copy, and where, before the first chunk."""
+
     length: int = 0
     """Tokens that the dispatched steps put into the cache."""
     sampled: int = 0
     """Output tokens that the dispatched steps sample, known or not."""
-    hit: Hit | None = None
-    """The cached prefix to start from, held until its first chunk is dispatched."""
-    copy: tuple[int, int] = (0, 0)
-    """Page to copy, and where, before the first chunk."""
+    fresh: bool = False
+    """Whether its row does not have its settings yet."""
     boundaries: list[int] = dataclasses.field(default_factory=list)
+    """States to leave behind, in ascending order."""
     in_flight: int = 0
     """Dispatched steps that have not been collected."""
+
     source: Hit | None = None
     """The prefix that it started from; purged if the sequence turns out not to be finite."""
     cached_tokens: int = -1
@@ -63,26 +69,31 @@ class Sequence:
         return len(self.request.tokens)
 
     @property
-    def outputs(self) -> int:
-        """Output tokens that the host knows."""
-        return len(self.ids) - self.prompt_tokens
+    def known(self) -> int:
+        """Tokens of prompt and output that the host knows."""
+        return len(self.request.tokens) + len(self.outputs)
 
     @property
     def to_prefill(self) -> int:
         """Known tokens that are not in the cache."""
-        return len(self.ids) - self.length
+        return self.known - self.length
 
     @property
     def wants_decode(self) -> bool:
         """Whether another token is to be sampled."""
         return self.phase is Phase.DECODE and self.sampled < self.request.max_tokens
 
+    def ids(self, start: int, end: int) -> list[int]:
+        """Known tokens `start` to `end`."""
+        prompt = self.prompt_tokens
+        return [*self.request.tokens[start:end], *self.outputs[max(start - prompt, 0) : max(end - prompt, 0)]]
+
     def final(self, reason: FinishReason, now: float, error: str | None = None) -> Final:
         """The closing record."""
         return Final(
             finish_reason=reason,
             prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.outputs,
+            completion_tokens=len(self.outputs),
             cached_tokens=max(self.cached_tokens, 0),
             preemptions=self.preemptions,
             queued_seconds=(self.started if self.started >= 0 else now) - self.arrival,

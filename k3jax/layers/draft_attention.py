@@ -24,8 +24,8 @@ class GqaDraftAttention(nnx.Module):
 
     def __init__(self, config: DSparkConfig, parameters: Tree) -> None:
         assert isinstance(config.attention, DraftGqa)
-        for name in ("q", "k", "v", "out"):
-            setattr(self, name, nnx.Param(parameters[name]))
+        self.q, self.k, self.v = (nnx.Param(parameters[name]) for name in ("q", "k", "v"))
+        self.out = nnx.Param(parameters["out"])
         self.q_norm = RmsNorm(parameters["q_norm"], config.norm_eps)
         self.k_norm = RmsNorm(parameters["k_norm"], config.norm_eps)
         self.sizes, self.rope = config.attention, config.rope
@@ -60,8 +60,10 @@ class MlaDraftAttention(nnx.Module):
 
     def __init__(self, config: DSparkConfig, parameters: Tree) -> None:
         assert isinstance(config.attention, DraftMla)
-        for name in ("q_down", "q_up", "kv_down", "key_up", "value_up", "out"):
-            setattr(self, name, nnx.Param(parameters[name]))
+        self.q_down, self.q_up = nnx.Param(parameters["q_down"]), nnx.Param(parameters["q_up"])
+        self.kv_down = nnx.Param(parameters["kv_down"])
+        self.key_up, self.value_up = nnx.Param(parameters["key_up"]), nnx.Param(parameters["value_up"])
+        self.out = nnx.Param(parameters["out"])
         self.q_norm = RmsNorm(parameters["q_norm"], config.norm_eps)
         self.kv_norm = RmsNorm(parameters["kv_norm"], config.norm_eps)
         self.sizes, self.rope = config.attention, config.rope

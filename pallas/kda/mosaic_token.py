@@ -5,6 +5,8 @@ values over the lanes, four neighbouring values a lane: a row of the state is on
 are local up to one exchange between warps, and a key is a register that all lanes of a warp share.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -33,12 +35,12 @@ def sigmoid(x: jax.Array) -> jax.Array:
     return 1.0 / (1.0 + jnp.exp(-x))
 
 
-def spread(x: jax.Array, axis: int, shape: tuple[int, int], layout: plgpu.Layout) -> jax.Array:
+def spread(x: jax.Array, axis: int, shape: tuple[int, int], layout: Any) -> jax.Array:
     """`x` along `axis` of a matrix in the given layout."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (axis,)), layout)
 
 
-def token_vectors(raw, taps, vectors, token: int) -> None:
+def token_vectors(raw: Any, taps: Any, vectors: Any, token: int) -> None:
     """Convolution, SiLU and L2 norms of a token: rows `ROWS * token` .. + 3 of `vectors` become q, k, v and z.
 
     `raw` [4 * (tokens + 3), 128] holds q, k, v, z of the window's three tokens and of the new ones; `taps` [13, 128] the
@@ -74,7 +76,9 @@ def write_token(state: jax.Array, key: jax.Array, retain: jax.Array, write: jax.
     return lax.optimization_barrier(state * retain) + key * spread(write, 1, (CHANNELS, CHANNELS), STATE_LAYOUT)
 
 
-def step(state: jax.Array, vectors, token: int, beta: jax.Array, overlap: jax.Array):
+def step(
+    state: jax.Array, vectors: Any, token: int | jax.Array, beta: jax.Array, overlap: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Decay, predict, write, read: (new state, reading o, write vector u).
 
     o = S^T q is taken before the write as (decayed S)^T q + <k, q> u, so that both sums over keys wait for nothing but the

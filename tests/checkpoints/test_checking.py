@@ -185,10 +185,8 @@ def test_long_lists_are_cut_in_the_text_only(checkpoint, monkeypatch):
 
 
 @pytest.mark.slow
-def test_all_of_k3_in_seconds(tmp_path):
+def test_all_of_k3(tmp_path):
     """497,052 headers of 1.56 TB (sparse files): checked without reading what is not there."""
-    import time
-
     from checkpoints.shards import plan_released
     from k3jax.config import k3
 
@@ -199,9 +197,7 @@ def test_all_of_k3_in_seconds(tmp_path):
             file.truncate(shard.header.file_bytes)
     assert plan.index is not None
     (tmp_path / "model.safetensors.index.json").write_bytes(plan.index)
-    begin = time.monotonic()
     source = checkpoints.check(tmp_path, k3())
-    assert time.monotonic() - begin < 120
     assert len(source.tensors) == 497_052
     with (tmp_path / plan.shards[40].file).open("r+b") as file:
         file.truncate(plan.shards[40].header.file_bytes - 1)

@@ -114,3 +114,15 @@ def test_existing_target(checkpoint, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match="already exists"):
         convert(checkpoint, tmp_path / "out")
+
+
+def test_a_save_does_not_delete_an_unfinished_conversion(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "commit", lambda *_: pytest.fail("stopped"))
+    with pytest.raises(pytest.fail.Exception):
+        convert(checkpoint, tmp_path / "out")
+    monkeypatch.undo()
+    config, tree = checkpoints.load(checkpoint)
+    with pytest.raises(CheckpointError, match="is an unfinished conversion"):
+        checkpoints.save(tmp_path / "out", config, tree)
+    checkpoints.export(tmp_path / "out", config, tree)
+    assert (tmp_path / "out.partial" / "conversion.json").exists()

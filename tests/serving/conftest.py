@@ -16,3 +16,27 @@ def make_cache(cost):
         return PrefixCache(sizes, cost, **options)
 
     return make
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture(scope="session")
+def make_core(make_cache):
+    from serving.core import Core
+    from serving.plan import Shape
+    from serving.scheduler import SchedulerOptions
+    from tests.serving.fake_runner import FakeRunner
+
+    def make(bad=(), ahead=1, cache=None, **options):
+        cache = make_cache(**(cache or {}))
+        defaults = {"rows": 3, "token_budget": 20, "shapes": (Shape(1, 4), Shape(2, 8)), "max_length": 64}
+        runner = FakeRunner(cache.options.page_size, bad)
+        return Core(SchedulerOptions(**defaults | options), cache, runner, clock=Clock(), ahead=ahead)
+
+    return make

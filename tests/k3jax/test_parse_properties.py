@@ -1,0 +1,54 @@
+"""Any sequence of markers and names parses the same whole, in pieces, from text and from ids."""
+
+import random
+
+import pytest
+
+from k3jax import parse
+from k3jax.parse import Message, StreamParser
+from k3jax.tokenizer import Tokenizer
+
+MARKERS = ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"]
+NAMES = ["think", "response", "tools", "message", "call", "argument", "json"]
+HEADERS = ['call tool="f"', 'argument key="a"', 'argument key="b" type="number"', 'json type="object"', ' index="2"']
+TEXTS = [" ", "\n", "x", "1", "é漢", '"', "<|op", "{}"]
+TAGS = [f"<|{side}|>{name}<|sep|>" for side in ("open", "close") for name in NAMES[:4]] + [
+    *('<|open|>call tool="f"<|sep|>', "<|close|>call<|sep|>"),
+    *('<|open|>argument key="a" type="number"<|sep|>', "<|close|>argument<|sep|>"),
+]
+
+
+def outputs(seed: int, count: int) -> list[str]:
+    rng = random.Random(seed)
+    choices = MARKERS * 3 + NAMES + HEADERS + TEXTS + TAGS * 2
+    return ["".join(rng.choice(choices) for _ in range(rng.randint(1, 18))) for _ in range(count)]
+
+
+def stream(tokenizer: Tokenizer | None, pieces: list, **options: object) -> tuple[Message, tuple]:
+    parser = StreamParser(tokenizer, **options)
+    deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
+    return parser.message, parse.fold(deltas)
+
+
+@pytest.mark.parametrize("prefilled", ["think", "response", "message", None])
+@pytest.mark.parametrize(("seed", "count"), [(0, 100), pytest.param(1, 5000, marks=pytest.mark.slow)])
+def test_pieces_do_not_matter(small: Tokenizer, prefilled: str | None, seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    for output in outputs(seed, count):
+        message, folded = stream(None, [output], prefilled=prefilled)
+        calls = [(call.name, call.arguments) for call in message.tool_calls]
+        assert folded == (message.reasoning or "", message.content or "", calls)
+        cuts = sorted(rng.randint(0, len(output)) for _ in range(3))
+        pieces = [output[a:b] for a, b in zip([0, *cuts], [*cuts, len(output)], strict=True)]
+        ids = small.encode(output, allow_special=True)
+        for tokenizer, split in ((None, pieces), (None, list(output)), (small, [ids]), (small, ids)):
+            assert stream(tokenizer, split, prefilled=prefilled) == (message, folded), output
+
+
+def test_no_output_breaks_the_parser(small: Tokenizer) -> None:
+    rng = random.Random(3)
+    structure = [small.control_id(name) for name in MARKERS[:3]] + [small.encode(name)[0] for name in NAMES]
+    for _ in range(200):
+        ids = rng.choices([*structure, *range(small.vocab_size)], k=rng.randint(0, 60))
+        message = parse.parse(small, ids, thinking=rng.random() < 0.5)
+        assert message.finish_reason in ("stop", "length", "tool_calls")
