@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from k3jax.compare import Comparison
 
-# Relative RMS and router margin allowed by default. float32: the bound of the whole project. bfloat16: twice the
-# largest values seen against float32 references of random models of five and nine layers.
-BOUNDS = {"float32": (2e-4, 1e-4), "bfloat16": (1e-1, 1e-1)}
+# Relative RMS and router margin allowed by default. float32: the bound of the whole project. bfloat16: near twice the
+# largest values seen against float32 references (0.18 and 0.12: random models of nine layers, all caps in use).
+BOUNDS = {"float32": (2e-4, 1e-4), "bfloat16": (0.3, 0.2)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,9 @@ class Options:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations and weights."""
     tolerance: float | None = None
-    """Relative RMS allowed. Default: 2e-4 in float32, 0.1 in bfloat16."""
+    """Relative RMS allowed. Default: 2e-4 in float32, 0.3 in bfloat16."""
     margin: float | None = None
-    """Score distance up to which a router may choose otherwise. Default: 1e-4 in float32, 0.1 in bfloat16."""
+    """Score distance up to which a router may choose otherwise. Default: 1e-4 in float32, 0.2 in bfloat16."""
     mesh: str | None = None
     """Mesh preset; default: one device."""
     implementation: Literal["xla", "mosaic", "triton"] | None = None

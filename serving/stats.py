@@ -83,6 +83,7 @@ class Stats:
         }
         for name, pool in (("pages", self.pages), ("slots", self.slots)):
             values |= {f"{name}_{key}": value for key, value in dataclasses.asdict(pool).items()}
-        for name, value in dataclasses.asdict(self.counters).items():
-            values[name] = dict(value) if isinstance(value, dict) else value
+        for field in dataclasses.fields(self.counters):
+            value = getattr(self.counters, field.name)
+            values[field.name] = dict(value) if isinstance(value, dict) else value
         return values

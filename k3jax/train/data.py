@@ -1,8 +1,8 @@
 """The batches of a phase: windows of the corpus, alone or beside chat windows."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -10,12 +10,8 @@ from k3jax.train.forward import Batch
 from k3jax.train.tokens import CHAT, SIZES, TRAINING, VALIDATION, Windows
 
 
-class Batches(Protocol):
-    """A pure function from the step of a phase to its batch (NumPy arrays)."""
-
-    def __call__(self, step: int) -> Batch:
-        """The batch of `step`."""
-        ...
+Batches = Callable[[int], Batch]
+"""A pure function from the step of a phase to its batch (NumPy arrays)."""
 
 
 class TextBatches:

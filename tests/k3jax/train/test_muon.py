@@ -4,8 +4,8 @@ import numpy as np
 import optax
 
 from k3jax import params
+from k3jax.config import K3Config
 from k3jax.train import muon, optimizer, specs
-from tests_train_models import small
 
 FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -42,9 +42,9 @@ def test_bfloat16_stays_close() -> None:
     assert float(jnp.abs(exact - rounded.astype(jnp.float32)).max()) < 0.08
 
 
-def update_of(path: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """(gradient, Muon's first update) of one parameter of the small model."""
-    tree = specs.training_specs(small())
+def update_of(small_model: K3Config, path: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """(gradient, Muon's first update) of one parameter of the small_model model."""
+    tree = specs.training_specs(small_model)
     generator = np.random.default_rng(2)
     gradients = params.map_tree(lambda spec: jnp.asarray(generator.normal(size=spec.shape), jnp.float32), tree)
     transformation = muon.scale_by_muon(specs.matrix_views(tree), momentum=0.9, dtype=FLOAT32)
@@ -57,12 +57,12 @@ def scaled(matrix: np.ndarray) -> np.ndarray:
     return 0.2 * max(matrix.shape) ** 0.5 * quintic(matrix)
 
 
-def test_attention_projections_are_orthogonalised_head_by_head() -> None:
-    gradient, update = update_of(("layers", "0", "attention", "qkvz"))
+def test_attention_projections_are_orthogonalised_head_by_head(small_model: K3Config) -> None:
+    gradient, update = update_of(small_model, ("layers", "0", "attention", "qkvz"))
     for head in range(gradient.shape[0]):
         for stream in range(4):
             np.testing.assert_allclose(update[head, stream], scaled(gradient[head, stream]), atol=2e-3)
-    gradient, update = update_of(("layers", "1", "attention", "q_up"))
+    gradient, update = update_of(small_model, ("layers", "1", "attention", "q_up"))
     for head in range(gradient.shape[0]):
         np.testing.assert_allclose(update[head], scaled(gradient[head]), atol=2e-3)
 
@@ -77,20 +77,20 @@ def test_scaling_one_head_changes_no_other() -> None:
     np.testing.assert_allclose(plain, loud, atol=1e-4)
 
 
-def test_experts_are_separate_and_output_projections_are_whole() -> None:
-    gradient, update = update_of(("layers", "1", "ffn", "experts", "gate_up"))
+def test_experts_are_separate_and_output_projections_are_whole(small_model: K3Config) -> None:
+    gradient, update = update_of(small_model, ("layers", "1", "ffn", "experts", "gate_up"))
     np.testing.assert_allclose(update[5, 1], scaled(gradient[5, 1]), atol=2e-3)
-    gradient, update = update_of(("layers", "0", "attention", "out"))
+    gradient, update = update_of(small_model, ("layers", "0", "attention", "out"))
     flat = gradient.reshape(gradient.shape[0], -1)
     np.testing.assert_allclose(update.reshape(flat.shape), scaled(flat), atol=2e-3)
-    gradient, update = update_of(("layers", "1", "attention", "in_proj"))
-    rank = small().mla.q_lora_rank
+    gradient, update = update_of(small_model, ("layers", "1", "attention", "in_proj"))
+    rank = small_model.mla.q_lora_rank
     for part in (slice(rank), slice(rank, None)):
         np.testing.assert_allclose(update[part], scaled(gradient[part]), atol=2e-3)
 
 
-def test_every_parameter_has_the_intended_optimizer() -> None:
-    tree = specs.training_specs(small())
+def test_every_parameter_has_the_intended_optimizer(small_model: K3Config) -> None:
+    tree = specs.training_specs(small_model)
     groups = dict(params.flatten(specs.labels(tree)))
     by_name = {path[-1]: group for path, group in groups.items()}
     assert {by_name[name] for name in ("qkvz", "out", "gate_up", "down", "latent_up", "in_proj", "f_b")} == {"muon"}
@@ -125,9 +125,9 @@ def test_schedule_warms_up_over_one_percent_and_follows_a_cosine() -> None:
     assert all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False))
 
 
-def test_weight_decay_shrinks_matrices_only() -> None:
-    tree = specs.training_specs(small())
-    masters = specs.initialize(small(), jax.random.key(0))
+def test_weight_decay_shrinks_matrices_only(small_model: K3Config) -> None:
+    tree = specs.training_specs(small_model)
+    masters = specs.initialize(small_model, jax.random.key(0))
     transformation = optimizer.optimizer(tree, muon_dtype=jnp.float32)
     zeros = jax.tree.map(jnp.zeros_like, masters)
     updates, _ = transformation.update(zeros, transformation.init(masters), masters)
