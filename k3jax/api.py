@@ -1,8 +1,8 @@
 """The Python door: load a checkpoint, generate, look inside.
 
-    model = k3jax.load()
-    for piece in k3jax.generate(model, "def main(", max_tokens=64):
-        print(piece, end="", flush=True)
+model = k3jax.load()
+for piece in k3jax.generate(model, "def main(", max_tokens=64):
+    print(piece, end="", flush=True)
 """
 
 from collections.abc import Iterable, Sequence

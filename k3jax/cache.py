@@ -31,6 +31,12 @@ class Rows:
     """int32 [B]: tokens already in the cache."""
     query_length: Leaf
     """int32 [B]: valid tokens of this step."""
+    source: Leaf = None
+    """int32 [B]: where a chunk finds the state to start from, which stays as it is; None stands for `slot`."""
+    boundary: Leaf = None
+    """int32 [B, N]: tokens of a chunk after which its state is stored apart; None stands for no such boundaries."""
+    boundary_slot: Leaf = None
+    """int32 [B, N]: the slots for those states; slot 0 drops them."""
 
     @property
     def fresh(self) -> Bool[Array, " B"]:
@@ -64,21 +70,37 @@ class KdaCache:
     def read(self, rows: Rows) -> "KdaCache":
         """State and window of each row; zeros for rows that start a sequence."""
 
+        source = rows.active_slot if rows.source is None else rows.source
+
         def take(pool: Array) -> Array:
-            values = pool[rows.active_slot]
+            values = pool[source]
             fresh = rows.fresh.reshape(-1, *[1] * (pool.ndim - 1))
             return jnp.where(fresh, jnp.zeros((), pool.dtype), values)
 
         return KdaCache(take(self.state), take(self.window))
 
-    def write(self, rows: Rows, new: "KdaCache") -> "KdaCache":
-        """The pools with each row's state and window stored; padding stores nothing. Donates the pools."""
-        slot = jnp.where(rows.active_slot > 0, rows.slot, self.state.shape[0])
+    def write(self, rows: Rows, new: kda.Prefill) -> "KdaCache":
+        """The pools with each row's state and window stored, and those at its boundaries; padding stores nothing.
+
+        Donates the pools.
+        """
+        stored = self._put(rows.active_slot, new.state, new.window)
+        if rows.boundary_slot is None:
+            return stored
+        assert new.boundary_states is not None
+        assert new.boundary_windows is not None
+        for n in range(rows.boundary_slot.shape[1]):
+            slot = rows.boundary_slot[:, n]
+            stored = stored._put(slot, new.boundary_states[:, n], new.boundary_windows[:, n])
+        return stored
+
+    def _put(self, slot: Int32[Array, " B"], state: Array, window: Array) -> "KdaCache":
+        place = jnp.where(slot > 0, slot, self.state.shape[0])
 
         def put(pool: Array, values: Array) -> Array:
-            return pool.at[slot].set(values.astype(pool.dtype), mode="drop")
+            return pool.at[place].set(values.astype(pool.dtype), mode="drop")
 
-        return KdaCache(put(self.state, new.state), put(self.window, new.window))
+        return KdaCache(put(self.state, state), put(self.window, window))
 
 
 @jax.tree_util.register_dataclass

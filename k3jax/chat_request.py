@@ -21,8 +21,8 @@ _OTHER = (
     *("prompt_logprobs", "logit_bias", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "max_tokens", "max_completion_tokens", "min_tokens"),
     *("ignore_eos", "parallel_tool_calls", "cache_salt", "user", "metadata", "store", "service_tier"),
-    *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "prompt_cache_key"),
-    *("safety_identifier"),
+    *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "safety_identifier"),
+    "prompt_cache_key",
 )
 
 

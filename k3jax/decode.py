@@ -4,7 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal
 
 from k3jax import program
 
@@ -80,19 +80,25 @@ class Options:
     """Not available yet."""
 
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed") + tuple(
-    f"{kind}_penalty" for kind in ("repetition", "presence", "frequency")
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    *tuple(f"{kind}_penalty" for kind in ("repetition", "presence", "frequency")),
 )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; the exit code."""
     options = program.parse(Options, "k3jax.decode", arguments)
-    return program.run(lambda: decode(options, sys.stdout))
+    return program.run(lambda: decode(options))
 
 
-def decode(options: Options, out: TextIO) -> int:
+def decode(options: Options) -> int:
     """Generates and prints."""
+    out = sys.stdout
     _refuse(options)
     text = None if options.prompt_ids else read_text(options)
     with program.status("loading the model"):

@@ -87,9 +87,7 @@ def _collect(output: step.Forward, progress: Progress, tokens: int, decode_ids: 
     prompt = _prompt_states(output, progress.cache, tokens)
     logits, cache = feed_each(progress, decode_ids)
     after = (kda_states(cache), conv_states(cache)) if len(decode_ids) else ({}, {})
-    return States(
-        **prompt, decode_logits=logits, kda_state_after_decode=after[0], conv_state_after_decode=after[1]
-    )
+    return States(**prompt, decode_logits=logits, kda_state_after_decode=after[0], conv_state_after_decode=after[1])
 
 
 def in_chunks(
@@ -97,21 +95,23 @@ def in_chunks(
     ids: Sequence[int],
     chunk: int,
     *,
+    size: int,
     room: int,
     experts: Int[np.ndarray, "moe_layers T k"] | None = None,
 ) -> tuple[Float[np.ndarray, "T V"], K3Cache]:
     """Logits of all positions and the cache when `ids` go through it in pieces of at most `chunk` tokens.
 
-    A prompt that one piece would hold goes in two. `experts` forces the routing.
+    A prompt that one piece would hold goes in two. The pieces are padded to `size`, so that they run through the program
+    of the whole prompt. `experts` forces the routing.
     """
     piece = max(1, min(chunk, (len(ids) + 1) // 2))
     progress, logits = Progress.start(model, room), []
     for start in range(0, len(ids), piece):
         part = ids[start : start + piece]
         if experts is None:
-            output, progress = progress.feed(part, chunk)
+            output, progress = progress.feed(part, size, trace=True)
         else:
-            forced, progress = progress.feed_forced(part, chunk, experts[:, start : start + piece])
+            forced, progress = progress.feed_forced(part, size, experts[:, start : start + piece])
             output = forced.forward
         logits.append(np.asarray(output.logits)[0, : len(part)])
     return np.concatenate(logits), progress.cache

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import io
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -43,10 +44,14 @@ def require_path(path: Path, what: str) -> None:
 
 
 def _first_part(box: str) -> str:
-    """The text of tyro's error box down to its first rule."""
-    lines = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()]
-    end = next((at for at, line in enumerate(lines) if at and set(line) == {"─"}), len(lines))
-    return " ".join(line for line in lines[1:end] if line).rstrip(".")
+    """The text of tyro's error box between its title and its first rule; the box is drawn in ASCII on some terminals."""
+    lines = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()[1:]]
+    body = itertools.dropwhile(_is_rule, lines)
+    return " ".join(line for line in itertools.takewhile(lambda line: not _is_rule(line), body) if line).rstrip(".")
+
+
+def _is_rule(line: str) -> bool:
+    return len(line) > 2 and set(line) <= {"─", "-"}
 
 
 class Waiting:

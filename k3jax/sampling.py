@@ -158,9 +158,7 @@ class Sampled(NamedTuple):
     history: History
 
 
-def sample(
-    logits: Float[Array, "B V"], params: Sampling, history: History, running: Bool[Array, " B"]
-) -> Sampled:
+def sample(logits: Float[Array, "B V"], params: Sampling, history: History, running: Bool[Array, " B"]) -> Sampled:
     """The next token of each row; rows that are not running get token 0 and keep their history."""
     raw = logits.astype(jnp.float32)
     penalised = penalize(raw, params, history)
@@ -183,9 +181,7 @@ def penalize(logits: Float32[Array, "B V"], params: Sampling, history: History) 
     return logits - jnp.where(said, params.presence_penalty[:, None], 0.0)
 
 
-def draw(
-    logits: Float32[Array, "B V"], params: Sampling, position: Int32[Array, " B"]
-) -> Int32[Array, " B"]:
+def draw(logits: Float32[Array, "B V"], params: Sampling, position: Int32[Array, " B"]) -> Int32[Array, " B"]:
     """A random token of each row's filtered distribution."""
     scaled = logits / jnp.maximum(params.temperature, GREEDY_BELOW)[:, None]
     kept = keep_likely(scaled, params)

@@ -38,10 +38,13 @@ DECODED = 4
 _E2M1 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-def run(model: Model, tolerance: float) -> Iterator[Comparison]:
-    """One comparison per layer and form, then the whole model with and without a cache."""
+def run(model: Model, tolerance: float, tokens: int = TOKENS) -> Iterator[Comparison]:
+    """One comparison per layer and form, then the whole model with and without a cache.
+
+    `tokens` is a multiple of `FEW_QUERIES`, so that it splits into calls of absorbed attention.
+    """
     rng = np.random.default_rng(0)
-    shape = (1, TOKENS, model.config.hidden_size)
+    shape = (1, tokens, model.config.hidden_size)
     x = model.place(rng.standard_normal(shape, np.float32).astype(model.dtype))
     for layer, block in enumerate(model.graph.merge(model.leaves).layers):
         if model.config.is_mla(layer):
@@ -50,7 +53,7 @@ def run(model: Model, tolerance: float) -> Iterator[Comparison]:
             yield _attention(model, layer, block.attention, x, 1, "recurrent against chunked", tolerance)
         if isinstance(block.ffn, LatentMoe):
             yield _experts(layer, block.ffn, rng, model.dtype, tolerance)
-    yield from _whole(model, rng, tolerance)
+    yield from _whole(model, rng, tokens, tolerance)
 
 
 @functools.partial(jax.jit, static_argnames="graph")
@@ -87,7 +90,7 @@ def _attention(
     model: Model, layer: int, module: nnx.Module, x: Float[Array, "1 T D"], size: int, what: str, tolerance: float
 ) -> Comparison:
     graph, state = nnx.split(module)
-    cache = layer_cache(model.config, layer, 2, 2, TOKENS, model.dtype)
+    cache = layer_cache(model.config, layer, 2, 2, x.shape[1], model.dtype)
     ours = _pieces(graph, state, x, model.place(cache), size)
     return compare(f"layer {layer}: {what}", as_float(ours), as_float(_whole_sequence(graph, state, x)), tolerance)
 
@@ -128,8 +131,8 @@ def _experts(layer: int, module: LatentMoe, rng: np.random.Generator, dtype: Any
     return compare(name, as_float(ours), as_float(einsum("nf,nlf->nl", activation, down)), tolerance)
 
 
-def _whole(model: Model, rng: np.random.Generator, tolerance: float) -> Iterator[Comparison]:
-    ids = rng.integers(0, model.config.vocab_size, TOKENS).tolist()
+def _whole(model: Model, rng: np.random.Generator, tokens: int, tolerance: float) -> Iterator[Comparison]:
+    ids = rng.integers(0, model.config.vocab_size, tokens).tolist()
     uncached = model.logits(ids)
     states = observe(model, ids[:-DECODED], ids[-DECODED:])
     yield compare("model: prefill into a cache against none", states.logits, uncached[:-DECODED], tolerance)

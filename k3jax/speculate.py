@@ -7,43 +7,18 @@ row's draws do not depend on its neighbours or on the batch size.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from k3jax import acceptance, sampling
 from k3jax.acceptance import Rule
 from k3jax.cache import K3Cache, Leaf, Rows
-from k3jax.dspark import DSpark, Pools
-from k3jax.dspark_config import DSparkConfig
-from k3jax.model import K3, LayerTrace
-from k3jax.step import Graph
-
-DRAFT, ACCEPT, FOLLOW = range(3)
-"""Independent streams of noise within a step."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class DraftGraph:
-    """The static half of a draft. Compared by identity."""
-
-    definition: nnx.GraphDef[DSpark]
-    structure: Any
-    config: DSparkConfig
-
-    def merge(self, leaves: tuple[Array, ...]) -> DSpark:
-        """The draft with these arrays."""
-        return nnx.merge(self.definition, jax.tree.unflatten(self.structure, leaves))
-
-
-def split_draft(draft: DSpark) -> tuple[DraftGraph, tuple[Array, ...]]:
-    """The static graph of `draft` and its arrays."""
-    definition, state = nnx.split(draft)
-    leaves, structure = jax.tree.flatten(state)
-    return DraftGraph(definition, structure, draft.config), tuple(leaves)
+from k3jax.drafters import Context, Drafter, Step
+from k3jax.randomness import ACCEPT, FOLLOW, distribution, draw, keys, uniforms
+from k3jax.step import Graph, last_hidden
 
 
 @jax.tree_util.register_dataclass
@@ -52,8 +27,8 @@ class SpeculativeState:
     """Everything that changes from step to step."""
 
     cache: K3Cache
-    pools: Pools
-    """Context rows of the draft, on the pages of `rows`."""
+    context: Context
+    """The drafter's."""
     rows: Rows
     """`query_length` is 1 for running rows and 0 for rows that are done or empty."""
     token: Leaf
@@ -61,6 +36,25 @@ class SpeculativeState:
     remaining: Leaf
     """int32 [B]: tokens that may still be emitted."""
     history: sampling.History
+
+
+class Written(NamedTuple):
+    """Tokens of a whole generation, collected on the device."""
+
+    token: Int32[Array, "B L"]
+    count: Int32[Array, " B"]
+    accepted: Int32[Array, " B"]
+    """Drafts that stood."""
+    steps: Int32[Array, ""]
+
+    def append(self, block: "Block") -> "Written":
+        """With one more block; tokens beyond the end are dropped."""
+        width = block.token.shape[1]
+        column = jnp.arange(width, dtype=jnp.int32)[None]
+        target = jnp.where(column < block.count[:, None], self.count[:, None] + column, self.token.shape[1])
+        row = jnp.broadcast_to(jnp.arange(block.token.shape[0], dtype=jnp.int32)[:, None], target.shape)
+        token = self.token.at[row, target].set(block.token, mode="drop")
+        return Written(token, self.count + block.count, self.accepted + block.accepted, self.steps + 1)
 
 
 class Block(NamedTuple):
@@ -72,56 +66,6 @@ class Block(NamedTuple):
     accepted: Int32[Array, " B"]
     """Drafts that stood, before stops and limits."""
     finite: Bool[Array, " B"]
-
-
-def uniforms(seed: UInt32[Array, " B"], position: Int32[Array, " B"], purpose: int, size: int) -> Float32[Array, "B G"]:
-    """Uniforms in [0, 1) of each row's own stream."""
-    return jax.vmap(lambda key: jax.random.uniform(key, (size,)))(_keys(seed, position, purpose))
-
-
-def _keys(seed: UInt32[Array, " B"], position: Int32[Array, " B"], *purpose: int) -> Array:
-    def key(seed: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.key(seed), position)
-        return functools.reduce(jax.random.fold_in, purpose, key)
-
-    return jax.vmap(key)(seed, position)
-
-
-def draw(probability: Float32[Array, "B V"], keys: Array) -> Int32[Array, " B"]:
-    """One token of each row's distribution; of a one-hot one, its token."""
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, probability.shape[1:]))(keys)
-    return jnp.argmax(jnp.log(probability) + noise, axis=-1).astype(jnp.int32)
-
-
-def distribution(logits: Float[Array, "B V"], params: sampling.Sampling) -> Float32[Array, "B V"]:
-    """What a request draws from: temperature and filters applied, one-hot for greedy rows."""
-    scaled = logits / jnp.maximum(params.temperature, sampling.GREEDY_BELOW)[:, None]
-    random = jax.nn.softmax(sampling.keep_likely(scaled, params), axis=-1)
-    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
-    return jnp.where((params.temperature >= sampling.GREEDY_BELOW)[:, None], random, best)
-
-
-def taps(trace: tuple[LayerTrace, ...], config: DSparkConfig) -> Float[Array, "B T F"]:
-    """The target's features: concatenated streams after the tapped layers (0-based, completed)."""
-    chosen = [trace[layer] for layer in config.target_layer_ids]
-    parts = [entry.prefix if config.tap_stream == "prefix" else entry.mixed for entry in chosen]
-    return jnp.concatenate(parts, axis=-1)
-
-
-class _Proposal(NamedTuple):
-    token: Int32[Array, "B G"]
-    probability: Float32[Array, "B G V"]
-
-
-def _propose(target: K3, draft: DSpark, state: SpeculativeState, params: sampling.Sampling) -> _Proposal:
-    position, chosen = state.rows.length, []
-
-    def choose(k: int, logits: Float[Array, "B V"]) -> Int32[Array, " B"]:
-        chosen.append(distribution(logits, params))
-        return draw(chosen[-1], _keys(params.seed, position, DRAFT, k))
-
-    block = draft.draft(state.pools, state.token, state.rows, target.embedding[...], target.head[...])
-    return _Proposal(draft.sample(block, state.token, choose).token, jnp.stack(chosen, axis=1))
 
 
 def _target_distributions(
@@ -160,11 +104,11 @@ def _emit(
     return block, count, goes_on
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "draft_graph", "rule"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("graph", "drafter", "rule"), donate_argnames="state")
 def speculate(
     graph: Graph,
     leaves: tuple[Array, ...],
-    draft_graph: DraftGraph,
+    drafter: Drafter,
     draft_leaves: tuple[Array, ...],
     state: SpeculativeState,
     params: sampling.Sampling,
@@ -176,9 +120,9 @@ def speculate(
 
     `stop_ids` is padded with -1. The emitted tokens follow the target's own distribution, whatever the draft.
     """
-    target, draft = graph.merge(leaves), draft_graph.merge(draft_leaves)
+    target = graph.merge(leaves)
     running, position = state.rows.query_length > 0, state.rows.length
-    proposal = _propose(target, draft, state, params)
+    proposal = drafter.propose(draft_leaves, state.context, target, state.token, state.rows, params)
     width = proposal.token.shape[1] + 1
 
     verified = dataclasses.replace(state.rows, query_length=jnp.where(running, width, 0).astype(jnp.int32))
@@ -189,14 +133,16 @@ def speculate(
     probability = _target_distributions(logits, proposal.token, state, params)
     chance = uniforms(params.seed, position, ACCEPT, width - 1)
     accepted = acceptance.accept(rule, probability, proposal.probability, proposal.token, chance)
-    following = draw(accepted.following, _keys(params.seed, position, FOLLOW))
+    following = draw(accepted.following, keys(params.seed, position, FOLLOW))
 
     block, count, goes_on = _emit(state, proposal.token, accepted, following, stop_ids)
     committed = dataclasses.replace(state.rows, query_length=count)
     assert output.cache is not None
+    cache = graph.place(output.cache.commit(committed, count))
+    assert cache is not None
     new = SpeculativeState(
-        cache=output.cache.commit(committed, count),
-        pools=draft.extend(state.pools, taps(output.trace, draft_graph.config), committed),
+        cache=cache,
+        context=drafter.extend(draft_leaves, state.context, Step(ids, output.trace), committed),
         rows=dataclasses.replace(committed.advance(), query_length=goes_on.astype(jnp.int32)),
         token=jnp.take_along_axis(block, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0],
         remaining=state.remaining - count,
@@ -218,30 +164,53 @@ class Prefilled(NamedTuple):
 
     logits: Float32[Array, "B V"]
     cache: K3Cache
-    pools: Pools
+    context: Context
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "draft_graph"), donate_argnames=("cache", "pools"))
+@functools.partial(jax.jit, static_argnames=("graph", "drafter"), donate_argnames=("cache", "context"))
 def prefill(
     graph: Graph,
     leaves: tuple[Array, ...],
-    draft_graph: DraftGraph,
+    drafter: Drafter,
     draft_leaves: tuple[Array, ...],
     cache: K3Cache,
-    pools: Pools,
+    context: Context,
     rows: Rows,
     ids: Int32[Array, "B T"],
 ) -> Prefilled:
-    """One chunk of each row's prompt through the target, its taps into the draft's context. Donates both caches."""
-    target, draft = graph.merge(leaves), draft_graph.merge(draft_leaves)
+    """One chunk of each row's prompt through the target and into the draft's context. Donates cache and context."""
+    target = graph.merge(leaves)
     output = target(ids, rows, cache, trace=True)
-    pools = draft.extend(pools, taps(output.trace, draft_graph.config), rows)
-    last = jnp.maximum(rows.query_length - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(output.hidden, jnp.broadcast_to(last, (*last.shape[:2], output.hidden.shape[2])), 1)
-    assert output.cache is not None
-    return Prefilled(target.logits(hidden[:, 0]), output.cache, pools)
+    context = drafter.extend(draft_leaves, context, Step(ids, output.trace), rows)
+    cache = graph.place(output.cache)
+    assert cache is not None
+    return Prefilled(graph.replicate(target.logits(last_hidden(output.hidden, rows))), cache, context)
 
 
-def create_pools(config: DSparkConfig, *, pages: int, page_size: int, dtype: Any) -> Pools:
-    """Zeroed context rows for every draft layer, on the same pages as the target's latents."""
-    return tuple(jnp.zeros((pages, page_size, config.attention.row_width), dtype) for _ in range(config.num_layers))
+@functools.partial(jax.jit, static_argnames=("graph", "drafter", "rule", "limit"), donate_argnames="state")
+def speculate_all(
+    graph: Graph,
+    leaves: tuple[Array, ...],
+    drafter: Drafter,
+    draft_leaves: tuple[Array, ...],
+    state: SpeculativeState,
+    params: sampling.Sampling,
+    stop_ids: Int32[Array, "B S"],
+    *,
+    limit: int,
+    rule: Rule = "block",
+) -> tuple[SpeculativeState, Written]:
+    """Runs `speculate` on the device until every row is done or has `limit` tokens. Donates the state."""
+
+    def more(carry: tuple[SpeculativeState, Written]) -> Array:
+        return jnp.any(carry[0].rows.query_length > 0) & (carry[1].steps < limit)
+
+    def body(carry: tuple[SpeculativeState, Written]) -> tuple[SpeculativeState, Written]:
+        state, written = carry
+        state, block = speculate(graph, leaves, drafter, draft_leaves, state, params, stop_ids, rule=rule)
+        return state, written.append(block)
+
+    batch = state.token.shape[0]
+    zero = jnp.zeros(batch, jnp.int32)
+    empty = Written(jnp.zeros((batch, limit), jnp.int32), zero, zero, jnp.zeros((), jnp.int32))
+    return jax.lax.while_loop(more, body, (state, empty))

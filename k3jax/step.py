@@ -96,11 +96,15 @@ def prefill(graph: Graph, leaves: tuple[Array, ...], cache: K3Cache, rows: Rows,
     """Stores one chunk of each row; logits follow its last valid token. Donates the cache."""
     model = graph.merge(leaves)
     output = model(ids, rows, cache)
-    last = jnp.maximum(rows.query_length - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(output.hidden, jnp.broadcast_to(last, (*last.shape[:2], output.hidden.shape[2])), 1)
     stored = graph.place(output.cache)
     assert stored is not None
-    return Prefill(graph.replicate(model.logits(hidden[:, 0])), stored)
+    return Prefill(graph.replicate(model.logits(last_hidden(output.hidden, rows))), stored)
+
+
+def last_hidden(hidden: Float[Array, "B T D"], rows: Rows) -> Float[Array, "B D"]:
+    """The hidden state of each row's last valid token."""
+    last = jnp.maximum(rows.query_length - 1, 0)[:, None, None]
+    return jnp.take_along_axis(hidden, jnp.broadcast_to(last, (*last.shape[:2], hidden.shape[2])), axis=1)[:, 0]
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,7 @@ from k3jax.runtime import Model
 from k3jax.states import States, kda_states
 
 CHUNK = 40
-"""Tokens per piece of the chunked run; no multiple of a KDA chunk, an MLA page or a prefill bucket."""
+"""Tokens per piece of the chunked run; no multiple of a KDA chunk or an MLA page."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,12 +36,13 @@ class Verification:
     bounds: Bounds
 
     @property
-    def _size(self) -> int:
-        return -(-max(len(case.input_ids) for case in self.golden.cases) // 32) * 32
-
-    @property
-    def _room(self) -> int:
-        return max(len(case.input_ids) + len(case.decode_ids) for case in self.golden.cases)
+    def _sizes(self) -> dict[str, int]:
+        """Padded length of a call, and tokens of cache."""
+        cases = self.golden.cases
+        return {
+            "size": -(-max(len(case.input_ids) for case in cases) // 32) * 32,
+            "room": max(len(case.input_ids) + len(case.decode_ids) for case in cases),
+        }
 
     def run(self) -> Iterator[Comparison]:
         """Every quantity of every prompt, then the logits and states of a chunked run.
@@ -55,11 +56,11 @@ class Verification:
             yield from self._compare(case)
 
     def _compare(self, case: Case) -> Iterator[Comparison]:
-        sizes = {"size": self._size, "room": self._room}
+        sizes = self._sizes
         states = observe(self.model, case.input_ids, case.decode_ids, **sizes)
         theirs, forced = case.arrays.get("router_ids"), None
         if theirs is not None and theirs.shape != states.router_ids.shape:
-            yield compare(f"{case.name}.router_ids", states.router_ids, theirs, 0)
+            yield compare(f"{case.name}.router_ids", states.router_ids, theirs, 0.0)
         elif theirs is not None and np.array_equal(np.sort(states.router_ids), np.sort(theirs)):
             yield Comparison(f"{case.name}.router_ids", 0.0, f"{theirs.size} ids are equal", True)
             states = _in_order_of(states, theirs)
@@ -81,7 +82,7 @@ class Verification:
     def _in_chunks(self, case: Case, forced: Int[np.ndarray, "M T k"] | None) -> Iterator[Comparison]:
         if len(case.input_ids) < 2 or "logits" not in case.arrays:
             return
-        logits, cache = in_chunks(self.model, case.input_ids, CHUNK, room=self._room, experts=forced)
+        logits, cache = in_chunks(self.model, case.input_ids, CHUNK, **self._sizes, experts=forced)
         yield compare(f"{case.name}.logits (chunked)", logits, case.arrays["logits"], self.bounds.tolerance)
         for layer, state in kda_states(cache).items():
             if (theirs := case.arrays.get(f"kda_state.{layer}")) is not None:

@@ -201,7 +201,7 @@ class PrefixTree:
         (child,) = node.children.values()
         shared = node.end % self.page_size != 0
         freed = self.pages.uncache(node.pages[-1:] if shared else ())
-        child.pages = node.pages + child.pages[shared:]
+        child.pages = node.pages[: len(node.pages) - shared] + child.pages
         child.units = node.units + child.units
         child.start, child.parent = node.start, node.parent
         node.parent.children[node.units[0]] = child

@@ -64,9 +64,9 @@ class Kda(nnx.Module):
             output, state, window = kda.decode(*step, weights, *pools, **options)
             return output[:, None], KdaCache(state, window)
         start = self.zero_state(qkvz) if cache is None else cache.read(rows)
-        result = kda.prefill(*inputs, weights, start.state, start.window, rows.query_length, **options)
-        end = KdaCache(result.state, result.window)
-        return result.output, None if cache is None else cache.write(rows, end)
+        rest = (start.state, start.window, rows.query_length)
+        result = kda.prefill(*inputs, weights, *rest, boundaries=rows.boundary, **options)
+        return result.output, None if cache is None else cache.write(rows, result)
 
     def zero_state(self, qkvz: Float[Array, "B T H 4 C"]) -> KdaCache:
         """The state before the first token."""

@@ -199,8 +199,7 @@ def _pretrain(command: Pretrain) -> None:
     def export(path: Path, config: Any, tree: Any) -> None:
         checkpoints.export(path, config, tree, max_shard_bytes=1 << 40)
 
-    summary = programs.pretrain(settings, orbax_adapter.write, orbax_adapter.read, export)
-    print(json.dumps({name: value for name, value in summary.items() if not isinstance(value, list)}))
+    print(json.dumps(programs.pretrain(settings, orbax_adapter.write, orbax_adapter.read, export)))
 
 
 def _baseline(command: Baseline) -> None:

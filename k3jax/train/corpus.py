@@ -28,6 +28,9 @@ _PERMISSIVE = re.compile(
 )
 _GENERATED = re.compile(r"generated (file|by|from|code)|do not edit|automatically generated", re.IGNORECASE)
 
+RECORD_COLUMNS = ("package", "licence", "split", "file", "sha256")
+"""Columns of the list of files; of the text's hash the first eight digits."""
+
 
 class Source(NamedTuple):
     """One file of the corpus."""
@@ -49,17 +52,10 @@ class Source(NamedTuple):
         return int(self.key[8:16], 16) < HELD_OUT_SHARE * 0x1_0000_0000
 
     @property
-    def record(self) -> dict[str, object]:
-        """The entry of the stored list of files."""
-        digest = hashlib.sha256(self.text.encode()).hexdigest()[:16]
-        return {
-            "package": self.package,
-            "licence": self.licence,
-            "file": self.name,
-            "bytes": len(self.text.encode()),
-            "sha256": digest,
-            "split": "validation" if self.held_out else "training",
-        }
+    def record(self) -> tuple[str, ...]:
+        """The entry of the stored list of files: `RECORD_COLUMNS`."""
+        digest = hashlib.sha256(self.text.encode()).hexdigest()[:8]
+        return self.package, self.licence, "validation" if self.held_out else "training", self.name, digest
 
 
 def is_permissive(licence: str) -> bool:

@@ -1,7 +1,7 @@
 """Held-out loss and expert load."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ def make_evaluate(config: K3Config, mesh: Mesh, *, dtype: Any = jnp.bfloat16) ->
     return evaluate
 
 
-def evaluate_batches(evaluate: Evaluate, masters: Tree, batches: Sequence[Batch]) -> Evaluation:
+def evaluate_batches(evaluate: Evaluate, masters: Tree, batches: Iterable[Batch]) -> Evaluation:
     """Sums of `evaluate` over `batches`."""
     results = [jax.device_get((sums.nats, sums.weight, sums.routed.load)) for sums in (evaluate(masters, b) for b in batches)]
     nats, weight, load = (sum(values[1:], values[0]) for values in zip(*results, strict=True))

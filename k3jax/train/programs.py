@@ -7,9 +7,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -122,8 +124,14 @@ def pretrain(settings: Training, save: Any, load: Any, export: Export | None) ->
         )
         run.validation = batches[: settings.validation_batches]
         run.resume(load)
+        summaries: dict[str, Any] = {}
+
+        def phase_end(name: str) -> None:
+            summaries[name] = _conclude(settings, run, name, batches, export)
+
+        run.phase_end = phase_end
         run.train()
-        return _finish(settings, run, batches, export)
+        return summaries
 
 
 def _create(settings: Training, save: Any, journal: Any) -> Any:
@@ -156,8 +164,6 @@ def _create(settings: Training, save: Any, journal: Any) -> Any:
 
 def _compile(run: Any, settings: Training, journal: Any) -> None:
     """Runs the programs once on a copy of the state, so that a phase's clock measures training alone."""
-    import jax
-
     from k3jax.train import step
     from k3jax.train.forward import Batch
     from k3jax.train.run import place, place_whole
@@ -204,29 +210,31 @@ def _phases(settings: Training) -> list[Any]:
     return phases
 
 
-def _finish(settings: Training, run: Any, batches: list[Any], export: Export | None) -> dict[str, Any]:
+def _conclude(settings: Training, run: Any, phase: str, batches: list[Any], export: Export | None) -> dict[str, Any]:
+    """Exports and evaluates at the end of a phase, and draws the curves so far."""
     from k3jax.train import report
     from k3jax.train.evaluate import evaluate_batches
     from k3jax.train.run import place
 
     if export is not None:
         export_directory(settings.out / "checkpoint", settings, run.state.masters, export)
-    result = evaluate_batches(run.evaluate, run.state.masters, [place(batch, run.mesh) for batch in batches])
+    result = evaluate_batches(run.evaluate, run.state.masters, (place(batch, run.mesh) for batch in batches))
     sizes = json.loads((settings.data / tokens.SIZES).read_text(encoding="utf-8"))
     summary = {
+        "phase": phase,
         "validation_bits_per_byte": result.bits_per_byte(sizes["validation_bytes"]),
         "validation_nats_per_token": result.loss,
         "validation_tokens": result.tokens,
-        "validation_load_max_over_mean": result.imbalance.tolist(),
+        "validation_load_max_over_mean": [round(float(value), 4) for value in result.imbalance],
         "tokens": run.progress.tokens,
         "balanced": settings.balanced,
         **sizes,
     }
     run.journal.write("summary", **summary)
-    (settings.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    (settings.out / f"summary-{phase}.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     records = report.read(settings.out / "log.jsonl")
     (settings.out / "curves.json").write_text(json.dumps(report.curves(records)) + "\n", encoding="utf-8")
-    report.draw({"nano": records}, settings.out / "curves.png")
+    report.draw({settings.out.name: records}, settings.out / "curves.png")
     return summary
 
 
@@ -235,7 +243,7 @@ def export_directory(path: Path, settings: Training, masters: Tree, export: Expo
     from k3jax.train.specs import packed_parameters
 
     shutil.rmtree(path, ignore_errors=True)
-    export(path, settings.config, packed_parameters(settings.config, masters))
+    export(path, settings.config, jax.jit(partial(packed_parameters, settings.config))(masters))
     for name in (*TOKENIZER_FILES, tokens.SOURCES):
         shutil.copyfile(settings.data / name, path / name)
     generation = {"max_length": settings.config.max_position_embeddings, "eos_token_id": settings.config.eos_token_id}

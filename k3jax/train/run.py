@@ -75,15 +75,19 @@ class Run:
     evaluate: Evaluate | None = None
     validation: Sequence[Batch] = ()
     validate_every: int = 200
+    phase_end: Callable[[str], None] = lambda name: None
+    """Called with the name of every phase that is through."""
     progress: Progress = dataclasses.field(default_factory=Progress)
 
     def train(self, stop_after: int | None = None) -> TrainState:
         """Trains the phases that are left and saves at the end, or stops after `stop_after` more steps."""
         left = stop_after
         while self.progress.phase < len(self.phases):
-            done = self._run_phase(self.phases[self.progress.phase], left)
+            phase = self.phases[self.progress.phase]
+            done = self._run_phase(phase, left)
             if left is not None and (left := left - done) <= 0:
                 break
+            self.phase_end(phase.name)
             self.progress = Progress(phase=self.progress.phase + 1, tokens=self.progress.tokens)
         self.checkpoint()
         return self.state

@@ -1,7 +1,7 @@
 """From texts to batches: encoding, packing with `[EOS]` between documents, and windows in a fixed order."""
 
-import gzip
 import json
+import lzma
 import random
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from k3jax import control_tokens, tokenizer
 from k3jax.train import instructions
-from k3jax.train.corpus import Source
+from k3jax.train.corpus import RECORD_COLUMNS, Source
 
 TRAINING, VALIDATION = "training.npy", "validation.npy"
 CHAT = ("chat_ids.npy", "chat_weights.npy")
-SOURCES, SIZES = "training_files.jsonl.gz", "sizes.json"
+SOURCES, SIZES = "training_files.tsv.xz", "sizes.json"
 _FILES_PER_TASK = 64
 
 
@@ -66,8 +66,9 @@ def write_corpus(sources: Sequence[Source], vocabulary: Path, directory: Path, w
             f"{split}_bytes": sum(len(source.text.encode()) for source, _ in chosen),
             f"{split}_tokens": len(packed),
         }
-    with gzip.open(directory / SOURCES, "wt", encoding="utf-8", compresslevel=9) as file:
-        file.writelines(json.dumps(source.record) + "\n" for source in sources)
+    with lzma.open(directory / SOURCES, "wt", encoding="utf-8", preset=9) as file:
+        rows = [RECORD_COLUMNS, *sorted(source.record for source in sources)]
+        file.writelines("\t".join(row) + "\n" for row in rows)
     (directory / SIZES).write_text(json.dumps(sizes, indent=1) + "\n", encoding="utf-8")
     return sizes
 

@@ -4,6 +4,7 @@ The interface that `python -m k3jax.bench kernels` asks of every op folder: `gat
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from pallas import timing
 from pallas.kda import api, peers
 from pallas.kda.shapes import HEAD_DIM, HEADS, PREFILL_TOKENS, RANK_HEADS, VERIFY_TOKENS
-from pallas.kda.types import KdaWeights
+from pallas.kda.types import KdaWeights, Records
 
 BANDWIDTH = 4.3e12
 """Bytes per second of a device-to-device copy on an H200, read plus written."""
@@ -124,59 +125,75 @@ def decode_us(rows: int, heads: int) -> float:
     slots = max(SLOTS, 2 * rows + 1)
     call = random_call(rows, 1, heads, False)
     tokens = tuple(x[:, 0] for x in call.tokens)
-    states = jnp.zeros((slots, *call.state.shape[1:]))
-    windows = jnp.zeros((slots, *call.window.shape[1:]), call.window.dtype)
     turns = max(2, (slots - 1) // rows)
-    calls = 2 * turns if rows > 1 else 64
+    calls = max(64, 2 * turns) if rows == 1 else 4 * turns
 
-    def chain(pools: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    @partial(jax.jit, donate_argnums=0)
+    def chain(pools: tuple[jax.Array, jax.Array], call: tuple) -> tuple[jax.Array, jax.Array]:
         for index in range(calls):
             slot = 1 + (index % turns) * rows + jnp.arange(rows, dtype=jnp.int32)
-            result = api.decode(*tokens, call.weights, *pools, slot, jnp.zeros(rows, bool))
+            result = api.decode(*call, *pools, slot, jnp.zeros(rows, bool))
             pools = result.state_pool, result.window_pool
         return pools
 
-    return timing.median_call_us(jax.jit(chain, donate_argnums=0), (states, windows), calls)
+    return timing.median_call_us(lambda pools: chain(pools, (*tokens, call.weights)), pools_of(call, slots), calls)
 
 
-def verify_us(heads: int, commit: bool) -> float:
-    """One verify (or one commit) of eight tokens of one row; every call uses another slot."""
+def verify_us(heads: int) -> float:
+    """One verify of eight tokens of one row; every call reads another slot."""
     calls = SLOTS - 1
     call = random_call(1, VERIFY_TOKENS, heads, False)
-    states = jnp.zeros((SLOTS, *call.state.shape[1:]))
-    windows = jnp.zeros((SLOTS, *call.window.shape[1:]), call.window.dtype)
+    pools = pools_of(call, SLOTS)
     length = jnp.full(1, VERIFY_TOKENS, jnp.int32)
-    first = api.verify(*call.tokens, call.weights, states, windows, jnp.ones(1, jnp.int32), length)
 
-    def commits(pools: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    @jax.jit
+    def chain(output: jax.Array, call: Call, pools: tuple[jax.Array, jax.Array]) -> jax.Array:
         for index in range(calls):
-            pools = tuple(api.commit(first.records, call.tokens[0], *pools, jnp.full(1, index + 1, jnp.int32), length))
+            # The next call's gates depend on this one's output, so calls cannot overlap.
+            logits = call.tokens[1] + 0 * output
+            result = api.verify(
+                call.tokens[0], logits, call.tokens[2], call.weights, *pools, jnp.full(1, index + 1, jnp.int32), length
+            )
+            output = result.output
+        return output
+
+    return timing.median_call_us(lambda output: chain(output, call, pools), jnp.zeros_like(call.tokens[1]), calls)
+
+
+def commit_us(heads: int) -> float:
+    """One commit of eight tokens of one row; every call updates another slot."""
+    calls = SLOTS - 1
+    call = random_call(1, VERIFY_TOKENS, heads, False)
+    pools = pools_of(call, SLOTS)
+    length = jnp.full(1, VERIFY_TOKENS, jnp.int32)
+    records = api.verify(*call.tokens, call.weights, *pools, jnp.ones(1, jnp.int32), length).records
+
+    @partial(jax.jit, donate_argnums=0)
+    def chain(pools: tuple[jax.Array, jax.Array], records: Records, qkvz: jax.Array) -> tuple[jax.Array, jax.Array]:
+        for index in range(calls):
+            pools = tuple(api.commit(records, qkvz, *pools, jnp.full(1, index + 1, jnp.int32), length))
         return pools
 
-    def verifies(qkvz: jax.Array) -> jax.Array:
-        for index in range(calls):
-            slot = jnp.full(1, index + 1, jnp.int32)
-            result = api.verify(qkvz, *call.tokens[1:], call.weights, states, windows, slot, length)
-            qkvz = qkvz.at[..., 3, :].set(result.output)
-        return qkvz
+    return timing.median_call_us(lambda pools: chain(pools, records, call.tokens[0]), pools, calls)
 
-    if commit:
-        return timing.median_call_us(jax.jit(commits, donate_argnums=0), (states, windows), calls)
-    return timing.median_call_us(jax.jit(verifies), call.tokens[0], calls)
+
+def pools_of(call: Call, slots: int) -> tuple[jax.Array, jax.Array]:
+    """Zero pools with the shapes of the call's state and window."""
+    return jnp.zeros((slots, *call.state.shape[1:])), jnp.zeros((slots, *call.window.shape[1:]), call.window.dtype)
 
 
 def prefill_us(heads: int, tokens: int, slow: bool) -> float:
     """One prefill of one row, the state of a call feeding the next."""
     calls = 4
-    call = random_call(1, tokens, heads, slow)
     length = jnp.full(1, tokens, jnp.int32)
+    call = random_call(1, tokens, heads, slow)
 
     def chain(state: jax.Array) -> jax.Array:
         for _ in range(calls):
             state = api.prefill(*call.tokens, call.weights, state, call.window, length).state
         return state
 
-    return timing.median_call_us(jax.jit(chain), call.state, calls)
+    return timing.median_call_us(chain, call.state, calls)
 
 
 def state_bytes(rows: int, heads: int) -> float:
@@ -197,8 +214,8 @@ def lines() -> Iterator[tuple[str, Callable[[], float], float, float, Callable[[
         name = "fla recurrence alone"
         yield f"decode bs {rows}, {heads} heads", lambda r=rows, h=heads: decode_us(r, h), moved, goal, fla(rows, heads), name
     name = f"verify {VERIFY_TOKENS} tokens, {HEADS} heads"
-    yield name, lambda: verify_us(HEADS, False), state_bytes(1, HEADS), 10.0, None, ""
-    yield f"commit, {HEADS} heads", lambda: verify_us(HEADS, True), 2 * state_bytes(1, HEADS), 5.5, None, ""
+    yield name, lambda: verify_us(HEADS), state_bytes(1, HEADS), 10.0, None, ""
+    yield f"commit, {HEADS} heads", lambda: commit_us(HEADS), 2 * state_bytes(1, HEADS), 5.5, None, ""
     for heads, goal in ((HEADS, 700.0), (RANK_HEADS, 200.0)):
         for slow in (False, True):
             gates = "slow" if slow else "random"

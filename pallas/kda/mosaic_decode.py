@@ -14,9 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas.kda.mosaic_token import (
-    CHANNELS, ROWS, STATE_LAYOUT, VALUE_LAYOUT, gated_norm, log_decay, pl_ds, sigmoid, step, token_vectors,
+    CHANNELS, GATE, PARAMS, STATE_LAYOUT, VALUE_LAYOUT, fetch_inputs, fetch_slot, gate_vectors, gated_norm,
+    overlap_vectors, pl_ds, scratch, sigmoid, step, token_vectors,
 )
-from pallas.kda.types import Decode, KdaWeights
+from pallas.kda.types import WINDOW, Decode, KdaWeights
 
 
 def require_supported(channels: int, dtype: jnp.dtype) -> None:
@@ -25,16 +26,6 @@ def require_supported(channels: int, dtype: jnp.dtype) -> None:
         raise NotImplementedError(f"kda mosaic kernels serve head dimension {CHANNELS}, got {channels}")
     if dtype != jnp.bfloat16:
         raise NotImplementedError(f"kda mosaic kernels serve bfloat16 activations, got {dtype}")
-
-
-def fetch_inputs(qkvz, conv, window_pool, slot, head, raw, taps, barrier, tokens: int) -> None:
-    """Starts the copies that fill `raw` and `taps` (8 + tokens arrivals)."""
-    for token in range(tokens):
-        plgpu.copy_gmem_to_smem(qkvz[token], raw.at[pl_ds(4 * (token + 3), 4)], barrier)
-    for tap in range(4):
-        plgpu.copy_gmem_to_smem(conv.at[tap, head], taps.at[pl_ds(3 * tap, 3)], barrier)
-    for age in range(3):
-        plgpu.copy_gmem_to_smem(window_pool.at[slot, age, head], raw.at[pl_ds(4 * age, 3)], barrier)
 
 
 def decode(
@@ -56,41 +47,44 @@ def decode(
     # One signed number per row: negative for fresh. The same for every layer, so XLA computes it once per step.
     code = jnp.where(fresh, -slot, slot)
 
-    def body(qkvz, decay, beta, conv, a_log, dt_bias, norm, code, state_pool, window_pool, output,
-             state, raw, taps, vectors, inputs_ready, state_ready):
+    def body(qkvz, decay, beta, conv, a_log, dt_bias, norm, code, state_pool, window_pool, output, **buffers):
         row, head = lax.axis_index("rows"), lax.axis_index("heads")
+        fetch_inputs([qkvz.at[row, head]], decay.at[pl.ds(row, 1), head], conv, head, buffers)
         mark = code[row]
         slot, fresh = jnp.abs(mark), mark < 0
+        pl.when(mark != 0)(lambda: fetch_slot(state_pool, window_pool, slot, head, buffers))
+        strength = sigmoid(beta[row, head].astype(jnp.float32))
+        weight = plgpu.load(norm, layout=VALUE_LAYOUT, optimized=False)
+        plgpu.barrier_wait(buffers["inputs_ready"])
+        gate_vectors(buffers, a_log[head], dt_bias.at[head], lower_bound)
 
         @pl.when(mark == 0)
-        def _inert():
+        def _inert() -> None:
             output[row, head] = jnp.zeros((CHANNELS,), output.dtype)
 
         @pl.when(mark != 0)
-        def _live():
-            plgpu.copy_gmem_to_smem(state_pool.at[slot, head], state, state_ready)
-            fetch_inputs([qkvz.at[row, head]], conv, window_pool, slot, head, raw, taps, inputs_ready, 1)
-            retain = jnp.exp(log_decay(decay[row, head], a_log[head], dt_bias[head], lower_bound))
-            strength = sigmoid(beta[row, head].astype(jnp.float32))
-            plgpu.barrier_wait(inputs_ready)
+        def _live() -> None:
+            state, raw, vectors = (buffers[name] for name in ("state", "raw", "vectors"))
+            plgpu.barrier_wait(buffers["window_ready"])
 
             @pl.when(fresh)
-            def _forget():
-                raw[pl_ds(0, 12), :] = jnp.zeros((12, CHANNELS), raw.dtype)
+            def _forget() -> None:
+                raw[pl_ds(0, 4 * WINDOW), :] = jnp.zeros((4 * WINDOW, CHANNELS), raw.dtype)
+                plgpu.commit_smem()
 
-            token_vectors(raw, taps, vectors, 0)
-            vectors[4, :] = retain
-            overlap = (vectors[0, :] * vectors[1, :]).sum()
-            plgpu.barrier_wait(state_ready)
+            token_vectors(buffers, 0)
+            plgpu.commit_smem()
+            for age in range(WINDOW):
+                plgpu.copy_smem_to_gmem(raw.at[pl_ds(4 * age + 4, 3)], window_pool.at[slot, age, head])
+            overlap_vectors(buffers)
+            plgpu.commit_smem()
+            gate = plgpu.load(vectors.at[GATE, 0], layout=VALUE_LAYOUT)
+            plgpu.barrier_wait(buffers["state_ready"])
             before = jnp.where(fresh, 0.0, plgpu.load(state, layout=STATE_LAYOUT))
-            after, reading, _ = step(before, vectors, 0, strength, overlap)
+            after, reading, _ = step(before, vectors, 0, strength, buffers["overlaps"][0])
             state[...] = after
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(state, state_pool.at[slot, head])
-            for age in range(3):
-                plgpu.copy_smem_to_gmem(raw.at[pl_ds(4 * age + 4, 3)], window_pool.at[slot, age, head])
-            gate = plgpu.load(vectors.at[3], layout=VALUE_LAYOUT)
-            weight = plgpu.load(norm, layout=VALUE_LAYOUT, optimized=False)
             output[row, head] = gated_norm(reading, gate, weight, norm_eps, output.dtype)
             plgpu.wait_smem_to_gmem(0)
 
@@ -100,15 +94,8 @@ def decode(
         out_type=jax.ShapeDtypeStruct((rows, heads, channels), qkvz.dtype),
         grid=(heads, rows),
         grid_names=("heads", "rows"),
-        scratch_types=(
-            plgpu.SMEM((channels, channels), jnp.float32),
-            plgpu.SMEM((16, channels), qkvz.dtype),
-            plgpu.SMEM((13, channels), jnp.float32),
-            plgpu.SMEM((ROWS, channels), jnp.float32),
-            plgpu.Barrier(num_arrivals=8),
-            plgpu.Barrier(),
-        ),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        scratch_types=scratch(1, qkvz.dtype),
+        compiler_params=PARAMS,
         interpret=interpret,
         kernel_name="kda_decode",
     )

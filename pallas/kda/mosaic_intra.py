@@ -6,6 +6,9 @@ one scaling of the rows and one of the columns serve all products, and the recur
 decays come as a product of a matrix of -1, 0, 1 with the gates on the tensor cores, gates split in two bfloat16 parts: every
 difference is summed directly, without cancellation. The triangular inverse is by fp32 forward substitution inside a tile of
 16, joined over the two tiles of a chunk.
+
+No barriers are inserted around shared memory: `plgpu.commit_smem` stands before a buffer is overwritten that other warps may
+still read, and before one is read that other warps have written.
 """
 
 from collections.abc import Callable
@@ -28,7 +31,11 @@ WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 NARROW = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(64))
 
 ROW_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, CHANNELS), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-"""[64, 128] elementwise: a token per warp and step, four channels a lane."""
+"""[64, 128]: four neighbouring tokens on four warps, four channels a lane; halves of chunks are whole slices of it."""
+RUN_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((BLOCK, CHANNELS), (TILE, CHANNELS), (4,))), warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1
+)
+"""[64, 128]: sixteen tokens in a row per warp, so that the convolution's four shifted loads share three of four rows."""
 SOLVE_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((4, TILE), (1,))), warp_dims=(-3,), lane_dims=(plgpu.Replicated(2), -2), vector_dim=-1
 )
@@ -103,16 +110,16 @@ def convolve(raw: Any, conv: Any, head: jax.Array, part: int) -> jax.Array:
     """SiLU of the convolution of q, k or v for the block, float32; `raw` has 3 rows before it."""
     mixed = None
     for tap in range(4):
-        weight = plgpu.load(conv.at[tap, head, part], layout=ROW_LAYOUT.reduce(0), optimized=False)
-        rows = plgpu.load(raw.at[pl_ds(tap, BLOCK)], layout=ROW_LAYOUT, optimized=False)
-        term = rows.astype(jnp.float32) * over_columns(weight, ROW_LAYOUT)
+        weight = plgpu.load(conv.at[tap, head, part], layout=RUN_LAYOUT.reduce(0), optimized=False)
+        rows = plgpu.load(raw.at[pl_ds(tap, BLOCK)], layout=RUN_LAYOUT, optimized=False)
+        term = rows.astype(jnp.float32) * over_columns(weight, RUN_LAYOUT)
         mixed = term if mixed is None else mixed + term
     return silu(mixed)
 
 
 def unit(x: jax.Array, scale: float) -> jax.Array:
     """Rows of x normalised to length `scale`."""
-    return x * over_rows(lax.rsqrt((x * x).sum(axis=1) + KEY_EPS) * scale, ROW_LAYOUT)
+    return x * over_rows(lax.rsqrt((x * x).sum(axis=1) + KEY_EPS) * scale, RUN_LAYOUT)
 
 
 def own_columns(blocks: jax.Array) -> jax.Array:
@@ -164,6 +171,7 @@ def solve_tiles(tiles: TileView | EmulatedTileView) -> None:
         for j in range(i):
             row = row - over_rows(tiles.entry(i, j), SOLVE_LAYOUT, (4, TILE)) * done[j]
         done.append(row)
+    plgpu.commit_smem()
     for i, row in enumerate(done):
         tiles.write(i, row)
 
@@ -179,6 +187,7 @@ def join_tiles(lower: jax.Array, solved: Any, high: Any, low: Any, product: Prod
     between = jnp.where((i // CHUNK == j // CHUNK) & (i // TILE > j // TILE), lower, 0.0)
 
     def times(left: jax.Array, right: jax.Array) -> jax.Array:
+        plgpu.commit_smem()
         high[...], low[...] = halves(right)
         plgpu.commit_smem()
         left_high, left_low = halves(left)
@@ -253,8 +262,11 @@ def intra(
                 total = jnp.exp2(gates[HALF * part : HALF * (part + 1)].sum(axis=0))
                 total_out[row, head, start // HALF + part] = total
             plgpu.barrier_wait(ready)
+            token, _ = iotas((BLOCK, CHANNELS), RUN_LAYOUT)
+            valid = token < length
             query[...] = jnp.where(valid, unit(convolve(raw_query, conv, head, 0), channels**-0.5), 0.0).astype(query.dtype)
             key[...] = jnp.where(valid, unit(convolve(raw_key, conv, head, 1), 1.0), 0.0).astype(key.dtype)
+            plgpu.commit_smem()
             gate_high[...], gate_low[...] = halves(gates)
             plgpu.commit_smem()
 
@@ -263,7 +275,8 @@ def intra(
             columns[...] = (wide * jnp.exp2(-relative)).astype(columns.dtype)
             key[...] = (wide * (rising * over_rows(strength(PRODUCT.reduce(1)), PRODUCT))).astype(key.dtype)
             query[...] = (plgpu.load(query, layout=PRODUCT).astype(jnp.float32) * rising).astype(query.dtype)
-            value = convolve(raw_value, conv, head, 2) * over_rows(strength(ROW_LAYOUT.reduce(1)), ROW_LAYOUT)
+            value = convolve(raw_value, conv, head, 2) * over_rows(strength(RUN_LAYOUT.reduce(1)), RUN_LAYOUT)
+            plgpu.commit_smem()
             gate_high[...] = jnp.where(valid, value, 0.0).astype(gate_high.dtype)
             plgpu.commit_smem()
             there = (row, head, pl.ds(start, BLOCK))
@@ -277,7 +290,9 @@ def intra(
             narrow[...] = own_columns(attention.astype(narrow.dtype))
             lower = jnp.where(same & (j < i), product((BLOCK, BLOCK), (key, columns.transpose((1, 0)))), 0.0)
             solved[pl_ds(0, BLOCK), :] = lower
+            plgpu.commit_smem()
             solve_tiles(view(solved))
+            plgpu.commit_smem()
             result = join_tiles(lower, solved, high, low, product)
             inverse[...] = own_columns(result.astype(inverse.dtype))
             plgpu.commit_smem()
@@ -304,7 +319,7 @@ def intra(
             plgpu.Barrier(num_arrivals=6),
         ),
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
+            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True, unsafe_no_auto_barriers=True
         ),
         interpret=interpret,
         kernel_name="kda_intra",

@@ -1,8 +1,9 @@
 """KDA prefill, second kernel: the recurrence over chunks, one block per (row, head).
 
 Two warpgroups hold half of the values each of the transposed state [value, key] in float32 registers for the whole sequence;
-it is the left operand of every product, rounded to bfloat16, so it never touches memory. A third warpgroup starts the bulk
-copies of the next chunks and turns the readings of the last one into outputs. Per chunk, with M the decay at its middle,
+it is the left operand of every product, rounded to bfloat16, so it never touches memory. Two more warpgroups take turns at
+starting the bulk copies of later chunks and turning the readings of earlier ones into outputs. No barriers are inserted
+around shared memory here: what passes between warpgroups passes under the explicit ones. Per chunk, with M the decay at its middle,
 E its end, and operands as `mosaic_intra.Operands` describes them:
 
     S' = S exp(M)        u = (push - S' pull^T) inverse^T        o = S' query^T + u attention^T        S = (S' + u key) exp(E - M)
@@ -24,13 +25,16 @@ from pallas.kda.mosaic_token import CHANNELS, pl_ds
 SIDE = CHANNELS // 2
 STAGES = 4
 COPIES = 8
-COMPUTE_REGISTERS, SERVICE_REGISTERS = 200, 104
+COMPUTE_REGISTERS, SERVICE_REGISTERS = 176, 80
 OUTPUT_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, SIDE), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 """[32, 64]: a token per warp and step, two of its values a lane."""
 
 
-def advance(state: jax.Array, stage: tuple) -> tuple[jax.Array, jax.Array]:
-    """One chunk of half of the values: (state' before the second decay, readings [64, 32])."""
+def advance(state: jax.Array, stage: tuple, meanwhile: Callable[[], None]) -> tuple[jax.Array, jax.Array]:
+    """One chunk of half of the values: (state' before the second decay, readings [64, 32]).
+
+    `meanwhile` runs while the first products are under way.
+    """
     query, pull, push, key, inverse, attention = stage
     operand = state.astype(jnp.bfloat16)
 
@@ -39,11 +43,12 @@ def advance(state: jax.Array, stage: tuple) -> tuple[jax.Array, jax.Array]:
         plgpu.wgmma(predicted, operand, pull.transpose((1, 0)))
         plgpu.wgmma(write, push.transpose((1, 0)), inverse.transpose((1, 0)))
         plgpu.wgmma(reading, operand, query.transpose((1, 0)))
+        meanwhile()
         negative = (-plgpu.wgmma_accumulator_load(predicted, wait_n=2)).astype(jnp.bfloat16)
         plgpu.wgmma(write, negative, inverse.transpose((1, 0)))
         written = plgpu.wgmma_accumulator_load(write, wait_n=0).astype(jnp.bfloat16)
-        plgpu.wgmma(reading, written, attention.transpose((1, 0)))
         plgpu.wgmma(after, written, key)
+        plgpu.wgmma(reading, written, attention.transpose((1, 0)))
 
     blank = plgpu.layout_cast(jnp.zeros((SIDE, CHUNK), jnp.float32), PRODUCT)
     start = tuple(plgpu.ACC.init(x) for x in (blank, blank, blank, state))
@@ -51,10 +56,11 @@ def advance(state: jax.Array, stage: tuple) -> tuple[jax.Array, jax.Array]:
     return after, reading
 
 
-def emulated_advance(state: jax.Array, stage: tuple) -> tuple[jax.Array, jax.Array]:
+def emulated_advance(state: jax.Array, stage: tuple, meanwhile: Callable[[], None]) -> tuple[jax.Array, jax.Array]:
     """`advance` for interpretation on a CPU, where a product cannot take its left operand from registers."""
     query, pull, push, key, inverse, attention = (x[...] for x in stage)
     dot = lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32)  # noqa: E731
+    meanwhile()
     operand = state.astype(jnp.bfloat16)
     negative = (-dot(operand, pull.T)).astype(jnp.bfloat16)
     written = (dot(push.T, inverse.T) + dot(negative, inverse.T)).astype(jnp.bfloat16)
@@ -114,81 +120,94 @@ def recur(
         ring = (queries, pulls, pushes, keys, inverses, attentions, totals)
         sources = (query, pull, push, key, inverse, attention, total)
 
+        homes = [home[row, index] for index in range(captures)]
+        blank = plgpu.layout_cast(jnp.zeros((SIDE, CHUNK), jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+
         @pl.when(group < 2)
         def _compute() -> None:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             values = pl.ds(group * SIDE, SIDE)
 
-            def capture(chunk: jax.Array, state: jax.Array) -> None:
+            def capture(state: jax.Array, wanted: Callable[[jax.Array], jax.Array]) -> None:
                 for index in range(captures):
-                    @pl.when(home[row, index] == chunk)
+                    @pl.when(wanted(homes[index]))
                     def _store() -> None:
                         captured[row, index, head, values] = state
 
-            def loop(chunk: jax.Array, state: jax.Array) -> jax.Array:
-                slot, buffer = chunk % STAGES, chunk % 2
-                capture(chunk, state)
-                plgpu.barrier_wait(full.at[slot])
-                decays = [plgpu.load(totals.at[slot, part], layout=PRODUCT.reduce(0), optimized=False) for part in range(2)]
-                before, after = (over_columns(x, PRODUCT, (SIDE, channels)) for x in decays)
-                stage = (queries.at[slot], pulls.at[slot], pushes.at[slot, group], keys.at[slot], inverses.at[slot],
-                         attentions.at[slot])
-                state, reading = step(state * before, stage)
+            def publish(chunk: jax.Array, reading: jax.Array) -> None:
+                buffer = chunk % 2
 
                 @pl.when(chunk >= 2)
                 def _reuse() -> None:
                     plgpu.barrier_wait(drained.at[buffer])
 
-                turned = plgpu.layout_cast(reading.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
-                readings.at[buffer, group].transpose((1, 0))[...] = turned
-                plgpu.barrier_arrive(read.at[buffer])
-                return state * after
+                @pl.when(chunk >= 0)
+                def _hand_over() -> None:
+                    readings.at[buffer, group].transpose((1, 0))[...] = reading
+                    plgpu.barrier_arrive(read.at[buffer])
+
+            def loop(chunk: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                state, last = carry
+                slot = chunk % STAGES
+                capture(state, lambda at: at == chunk)
+                plgpu.barrier_wait(full.at[slot])
+
+                def decay(part: int) -> jax.Array:
+                    total = plgpu.load(totals.at[slot, part], layout=PRODUCT.reduce(0), optimized=False)
+                    return over_columns(total, PRODUCT, (SIDE, channels))
+
+                stage = (queries.at[slot], pulls.at[slot], pushes.at[slot, group], keys.at[slot], inverses.at[slot],
+                         attentions.at[slot])
+                state, reading = step(state * decay(0), stage, lambda: publish(chunk - 1, last))
+                reading = plgpu.layout_cast(reading.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+                return state * decay(1), reading
 
             initial = plgpu.load(state_in.at[row, head, values], layout=PRODUCT, optimized=False)
-            final = lax.fori_loop(0, chunks, loop, initial)
+            final, reading = lax.fori_loop(0, chunks, loop, (initial, blank))
+            publish(chunks - 1, reading)
             for last in (2, 1):
                 pl.when(chunks >= last)(lambda: plgpu.barrier_wait(drained.at[(chunks - last) % 2]))
-            for index in range(captures):
-                @pl.when(home[row, index] >= chunks)
-                def _store_final() -> None:
-                    captured[row, index, head, values] = final
+            capture(final, lambda at: at >= chunks)
             state_out[row, head, values] = final
 
-        @pl.when(group == 2)
+        @pl.when(group >= 2)
         def _serve() -> None:
             plgpu.set_max_registers(SERVICE_REGISTERS, action="decrease")
+            parity = group - 2
 
             def fetch(chunk: jax.Array) -> None:
                 slot = chunk % STAGES
                 fetch_chunk(sources, tuple(x.at[slot] for x in ring), full.at[slot], row, head, chunk)
 
             for chunk in range(STAGES):
-                pl.when(chunk < chunks)(lambda: fetch(jnp.int32(chunk)))
+                pl.when((parity == 0) & (chunk < chunks))(lambda: fetch(jnp.int32(chunk)))
             sides = [pl_ds(SIDE * side, SIDE) for side in range(2)]
             norms = [plgpu.load(norm.at[side], layout=OUTPUT_LAYOUT.reduce(0), optimized=False) for side in sides]
             token = plgpu.broadcasted_iota(jnp.int32, (CHUNK, SIDE), 0, layout=OUTPUT_LAYOUT)
 
-            def serve(chunk: jax.Array, _: None) -> None:
-                buffer = chunk % 2
+            def serve(turn: jax.Array, _: None) -> None:
+                chunk = 2 * turn + parity
                 there = pl.ds(chunk * CHUNK, CHUNK)
                 gates = [
                     plgpu.load(qkvz.at[row, there, head, 3, side], layout=OUTPUT_LAYOUT, optimized=False) for side in sides
                 ]
-                plgpu.barrier_wait(read.at[buffer])
+                plgpu.barrier_wait(read.at[parity])
                 pl.when(chunk + STAGES < chunks)(lambda: fetch(chunk + STAGES))
-                halves = [plgpu.load(readings.at[buffer, side], layout=OUTPUT_LAYOUT, optimized=False) for side in range(2)]
+                halves = [plgpu.load(readings.at[parity, side], layout=OUTPUT_LAYOUT, optimized=False) for side in range(2)]
+                plgpu.barrier_arrive(drained.at[parity])
                 results = gated_output(halves, gates, norms, norm_eps, token < length - chunk * CHUNK)
-                plgpu.barrier_arrive(drained.at[buffer])
                 for side, result in zip(sides, results):
                     output[row, there, head, side] = result
 
-            def clear(chunk: jax.Array, _: None) -> None:
+            def clear(turn: jax.Array, _: None) -> None:
+                there = pl.ds((2 * turn + parity) * CHUNK, CHUNK)
                 for side in sides:
-                    blank = plgpu.layout_cast(jnp.zeros((CHUNK, SIDE), jnp.bfloat16), OUTPUT_LAYOUT)
-                    output[row, pl.ds(chunk * CHUNK, CHUNK), head, side] = blank
+                    zeros = plgpu.layout_cast(jnp.zeros((CHUNK, SIDE), jnp.bfloat16), OUTPUT_LAYOUT)
+                    output[row, there, head, side] = zeros
 
-            lax.fori_loop(0, chunks, serve, None)
-            lax.fori_loop(chunks, tokens // CHUNK, clear, None)
+            turns = (chunks + 1 - parity) // 2
+            lax.fori_loop(0, turns, serve, None)
+            lax.fori_loop(turns, tokens // CHUNK // 2, clear, None)
 
     tile = plgpu.SMEM((STAGES, CHUNK, channels), jnp.bfloat16, transforms=WIDE)
     square = plgpu.SMEM((STAGES, CHUNK, CHUNK), jnp.bfloat16, transforms=NARROW)
@@ -201,7 +220,7 @@ def recur(
         ),
         grid=(heads, rows),
         grid_names=("heads", "rows"),
-        num_threads=3,
+        num_threads=4,
         thread_name="group",
         scratch_types=(
             tile, tile, plgpu.SMEM((STAGES, 2, CHUNK, SIDE), jnp.bfloat16, transforms=NARROW),
@@ -213,7 +232,7 @@ def recur(
             plgpu.Barrier(num_barriers=2),
         ),
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
+            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True, unsafe_no_auto_barriers=True
         ),
         interpret=interpret,
         kernel_name="kda_state",

@@ -1,8 +1,10 @@
-"""One KDA token of one head inside a Mosaic GPU kernel, shared by decode, verify and commit.
+"""KDA tokens of one head inside a Mosaic GPU kernel: what decode, verify and commit share, so that they round alike.
 
 One warpgroup (128 threads) owns the whole 128 x 128 state of a head in registers. Keys are split over the four warps and
 values over the lanes, four neighbouring values a lane: a row of the state is one 512-byte access of a warp, sums over keys
 are local up to one exchange between warps, and a key is a register that all lanes of a warp share.
+
+The kernels insert no barriers of their own around shared memory; `plgpu.commit_smem` stands where threads exchange data.
 """
 
 from typing import Any
@@ -12,14 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas.kda.types import KEY_EPS
+from pallas.kda.types import KEY_EPS, WINDOW
 
 CHANNELS = 128
-ROWS = 5
-"""Rows that `token_vectors` leaves per token: query, key, value, output-gate logits, exp of the decay."""
+ROWS = 4
+"""Rows of a `ROW_LAYOUT` array, one a warp; token counts are rounded up to it in shared memory."""
+QUERY, KEY, VALUE, GATE, RETAIN = range(5)
+"""Planes of `vectors` [5, tokens, 128]: q, k, v, output-gate logits, exp of the log decay."""
 
 ROW_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((4, CHANNELS), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+    plgpu.Tiling(((ROWS, CHANNELS), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )
 """[4, 128]: a row per warp, so that sums over channels stay inside a warp."""
 
@@ -28,6 +32,21 @@ STATE_LAYOUT = plgpu.Layout.TILED(
 )
 KEY_LAYOUT = STATE_LAYOUT.reduce(1)
 VALUE_LAYOUT = STATE_LAYOUT.reduce(0)
+PARAMS = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+    unsafe_no_auto_barriers=True,
+    reduction_scratch_bytes=4 * CHANNELS * 4,
+)
+
+
+def pl_ds(start: int, size: int) -> slice:
+    """A static slice."""
+    return slice(start, start + size)
+
+
+def padded(tokens: int) -> int:
+    """Tokens rounded up to whole `ROW_LAYOUT` arrays."""
+    return -(-tokens // ROWS) * ROWS
 
 
 def sigmoid(x: jax.Array) -> jax.Array:
@@ -40,34 +59,76 @@ def spread(x: jax.Array, axis: int, shape: tuple[int, int], layout: Any) -> jax.
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (axis,)), layout)
 
 
-def token_vectors(raw: Any, taps: Any, vectors: Any, token: int) -> None:
-    """Convolution, SiLU and L2 norms of a token: rows `ROWS * token` .. + 3 of `vectors` become q, k, v and z.
+def scratch(tokens: int, dtype: jnp.dtype) -> dict[str, Any]:
+    """Shared memory of a kernel over `tokens` tokens a row: state, raw rows, taps, decay logits, vectors, <k, q>, barriers."""
+    smem = plgpu.SMEM
+    return {
+        "state": smem((CHANNELS, CHANNELS), jnp.float32),
+        "raw": smem((4 * (tokens + WINDOW), CHANNELS), dtype),
+        "taps": smem((13, CHANNELS), jnp.float32),
+        "logits": smem((padded(tokens), CHANNELS), dtype),
+        "vectors": smem((5, padded(tokens), CHANNELS), jnp.float32),
+        "overlaps": smem((padded(tokens),), jnp.float32),
+        "inputs_ready": plgpu.Barrier(num_arrivals=tokens + 5),
+        "window_ready": plgpu.Barrier(num_arrivals=WINDOW),
+        "state_ready": plgpu.Barrier(),
+    }
 
-    `raw` [4 * (tokens + 3), 128] holds q, k, v, z of the window's three tokens and of the new ones; `taps` [13, 128] the
-    convolution weights, three rows a tap.
-    """
-    mixed = jnp.zeros((4, CHANNELS), jnp.float32)
-    mixed = plgpu.layout_cast(mixed, ROW_LAYOUT)
+
+def fetch_inputs(sources: list[Any], logits: Any, conv: Any, head: jax.Array, buffers: dict[str, Any]) -> None:
+    """Starts the copies that depend on no slot: q, k, v, z of each token, its decay logits, the convolution's taps."""
+    barrier = buffers["inputs_ready"]
+    for token, source in enumerate(sources):
+        plgpu.copy_gmem_to_smem(source, buffers["raw"].at[pl_ds(4 * (token + WINDOW), 4)], barrier)
+    plgpu.copy_gmem_to_smem(logits, buffers["logits"].at[pl_ds(0, len(sources))], barrier)
+    for tap in range(4):
+        plgpu.copy_gmem_to_smem(conv.at[tap, head], buffers["taps"].at[pl_ds(3 * tap, 3)], barrier)
+
+
+def fetch_slot(state_pool: Any, window_pool: Any, slot: jax.Array, head: jax.Array, buffers: dict[str, Any]) -> None:
+    """Starts the copies of the slot's state and window."""
+    for age in range(WINDOW):
+        target = buffers["raw"].at[pl_ds(4 * age, 3)]
+        plgpu.copy_gmem_to_smem(window_pool.at[slot, age, head], target, buffers["window_ready"])
+    plgpu.copy_gmem_to_smem(state_pool.at[slot, head], buffers["state"], buffers["state_ready"])
+
+
+def gate_vectors(buffers: dict[str, Any], a_log: jax.Array, dt_bias: Any, lower_bound: float, decays: Any = None) -> None:
+    """Writes exp(g) of every token to `vectors`, and g to `decays` where given."""
+    bias = spread(plgpu.load(dt_bias, layout=VALUE_LAYOUT, optimized=False), 1, (ROWS, CHANNELS), ROW_LAYOUT)
+    for first in range(0, buffers["logits"].shape[0], ROWS):
+        rows = pl_ds(first, ROWS)
+        logits = plgpu.load(buffers["logits"].at[rows], layout=ROW_LAYOUT).astype(jnp.float32)
+        decay = lower_bound * sigmoid(jnp.exp(a_log) * (logits + bias))
+        buffers["vectors"][RETAIN, rows, :] = jnp.exp(decay)
+        if decays is not None:
+            decays[rows, :] = decay
+
+
+def token_vectors(buffers: dict[str, Any], token: int) -> None:
+    """Convolution, SiLU and L2 norms of a token: its q, k, v and z in `vectors`."""
+    raw, taps = buffers["raw"], buffers["taps"]
+    mixed = plgpu.layout_cast(jnp.zeros((ROWS, CHANNELS), jnp.float32), ROW_LAYOUT)
     for tap in range(4):
         rows = plgpu.load(raw.at[pl_ds(4 * (token + tap), 4)], layout=ROW_LAYOUT)
         mixed = mixed + rows.astype(jnp.float32) * plgpu.load(taps.at[pl_ds(3 * tap, 4)], layout=ROW_LAYOUT)
     active = (mixed * sigmoid(mixed)).astype(raw.dtype).astype(jnp.float32)
     inverse = lax.rsqrt((active * active).sum(axis=1) + KEY_EPS)
-    unit = active * spread(inverse, 0, (4, CHANNELS), ROW_LAYOUT)
-    row = plgpu.broadcasted_iota(jnp.int32, (4, CHANNELS), 0, layout=ROW_LAYOUT)
-    now = plgpu.load(raw.at[pl_ds(4 * (token + 3), 4)], layout=ROW_LAYOUT).astype(jnp.float32)
-    result = jnp.where(row == 0, unit * CHANNELS**-0.5, jnp.where(row == 1, unit, jnp.where(row == 2, active, now)))
-    vectors[pl_ds(ROWS * token, 4), :] = result
+    unit = active * spread(inverse, 0, (ROWS, CHANNELS), ROW_LAYOUT)
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS, CHANNELS), 0, layout=ROW_LAYOUT)
+    now = plgpu.load(raw.at[pl_ds(4 * (token + WINDOW), 4)], layout=ROW_LAYOUT).astype(jnp.float32)
+    plain = jnp.where(row == VALUE, active, now)
+    scaled = jnp.where(row == QUERY, unit * CHANNELS**-0.5, unit)
+    buffers["vectors"][pl_ds(0, 4), token, :] = jnp.where(row <= KEY, scaled, plain)
 
 
-def pl_ds(start: int, size: int) -> slice:
-    """A static slice."""
-    return slice(start, start + size)
-
-
-def log_decay(logits: jax.Array, a_log: jax.Array, dt_bias: jax.Array, lower_bound: float) -> jax.Array:
-    """g of a token of a head, [128]; `a_log` is a scalar."""
-    return lower_bound * sigmoid(jnp.exp(a_log) * (logits.astype(jnp.float32) + dt_bias))
+def overlap_vectors(buffers: dict[str, Any]) -> None:
+    """Writes <k, q> of every token to `overlaps`."""
+    vectors, overlaps = buffers["vectors"], buffers["overlaps"]
+    for first in range(0, overlaps.shape[0], ROWS):
+        rows = pl_ds(first, ROWS)
+        query, key = (plgpu.load(vectors.at[plane, rows], layout=ROW_LAYOUT) for plane in (QUERY, KEY))
+        overlaps[rows] = (query * key).sum(axis=1)
 
 
 def write_token(state: jax.Array, key: jax.Array, retain: jax.Array, write: jax.Array) -> jax.Array:
@@ -84,18 +145,20 @@ def step(
     o = S^T q is taken before the write as (decayed S)^T q + <k, q> u, so that both sums over keys wait for nothing but the
     decayed state. `overlap` is <k, q>.
     """
-    load = lambda row, layout: plgpu.load(vectors.at[ROWS * token + row], layout=layout)  # noqa: E731
+    load = lambda plane, layout: plgpu.load(vectors.at[plane, token], layout=layout)  # noqa: E731
     shape = (CHANNELS, CHANNELS)
-    query, key, retain = (spread(load(row, KEY_LAYOUT), 0, shape, STATE_LAYOUT) for row in (0, 1, 4))
+    query, key, retain = (spread(load(plane, KEY_LAYOUT), 0, shape, STATE_LAYOUT) for plane in (QUERY, KEY, RETAIN))
     decayed = lax.optimization_barrier(state * retain)
     predicted = (decayed * key).sum(axis=0)
     reading = (decayed * query).sum(axis=0)
-    write = beta * (load(2, VALUE_LAYOUT) - predicted)
+    write = beta * (load(VALUE, VALUE_LAYOUT) - predicted)
     return write_token(state, key, retain, write), reading + overlap * write, write
 
 
 def gated_norm(reading: jax.Array, gate: jax.Array, norm: jax.Array, eps: float, dtype: jnp.dtype) -> jax.Array:
-    """RMSNorm(reading) * norm * sigmoid(gate) over the 128 values, rounded to `dtype`."""
+    """RMSNorm(reading) * norm * sigmoid(gate) over the last axis, rounded to `dtype`; [128] or [4, 128]."""
     rounded = reading.astype(dtype).astype(jnp.float32)
-    scale = lax.rsqrt((rounded * rounded).sum(axis=0) / CHANNELS + eps)
+    scale = lax.rsqrt((rounded * rounded).sum(axis=-1) / CHANNELS + eps)
+    if reading.ndim == 2:
+        scale = spread(scale, 0, reading.shape, ROW_LAYOUT)
     return (rounded * scale * norm * sigmoid(gate)).astype(dtype)

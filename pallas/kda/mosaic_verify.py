@@ -13,14 +13,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas.kda.mosaic_decode import fetch_inputs, require_supported
+from pallas.kda.mosaic_decode import require_supported
 from pallas.kda.mosaic_token import (
-    CHANNELS, KEY_LAYOUT, ROWS, STATE_LAYOUT, VALUE_LAYOUT, gated_norm, log_decay, pl_ds, sigmoid, spread, step,
-    token_vectors, write_token,
+    CHANNELS, GATE, KEY, KEY_LAYOUT, PARAMS, ROW_LAYOUT, ROWS, STATE_LAYOUT, VALUE_LAYOUT, fetch_inputs, fetch_slot,
+    gate_vectors, gated_norm, overlap_vectors, padded, pl_ds, scratch, sigmoid, spread, step, token_vectors, write_token,
 )
-from pallas.kda.types import KdaWeights, Pools, Records, Verify
+from pallas.kda.types import WINDOW, KdaWeights, Pools, Records, Verify
 
-LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 MOST_TOKENS = 16
 
 
@@ -49,66 +48,61 @@ def verify(
     require_tokens(tokens)
 
     def body(qkvz, decay, beta, conv, a_log, dt_bias, norm, state_pool, window_pool, slots, lengths,
-             output, write_out, key_out, decay_out, state, raw, taps, vectors, overlaps, strengths, inputs_ready, state_ready):
+             output, write_out, key_out, decay_out, decays, writes, readings, gated, **buffers):
         row, head = lax.axis_index("rows"), lax.axis_index("heads")
+        sources = [qkvz.at[row, token, head] for token in range(tokens)]
+        fetch_inputs(sources, decay.at[row, :, head], conv, head, buffers)
         slot = slots[row]
+        # Rows on the dummy slot run on its contents like any other; `mask` then clears what they produced.
+        fetch_slot(state_pool, window_pool, slot, head, buffers)
         length = jnp.where(slot == 0, 0, jnp.minimum(lengths[row], tokens))
-        zeros = jnp.zeros((CHANNELS,), jnp.float32)
-
-        def clear(token, _):
-            output[row, token, head] = zeros.astype(output.dtype)
-            for out in (write_out, key_out, decay_out):
-                out[row, token, head] = zeros
-
-        @pl.when(length > 0)
-        def _live():
-            plgpu.copy_gmem_to_smem(state_pool.at[slot, head], state, state_ready)
-            sources = [qkvz.at[row, token, head] for token in range(tokens)]
-            fetch_inputs(sources, conv, window_pool, slot, head, raw, taps, inputs_ready, tokens)
-            plgpu.barrier_wait(inputs_ready)
-            for token in range(tokens):
-                token_vectors(raw, taps, vectors, token)
-                decays = log_decay(decay[row, token, head], a_log[head], dt_bias[head], lower_bound)
-                vectors[ROWS * token + 4, :] = jnp.exp(decays)
-                overlaps[token] = (vectors[ROWS * token, :] * vectors[ROWS * token + 1, :]).sum()
-                strengths[token] = sigmoid(beta[row, token, head].astype(jnp.float32))
-
-                @pl.when(token < length)
-                def _record():
-                    decay_out[row, token, head] = decays
-                    key_out[row, token, head] = vectors[ROWS * token + 1, :]
-
-            weight = plgpu.load(norm, layout=VALUE_LAYOUT, optimized=False)
-            plgpu.barrier_wait(state_ready)
-
-            def advance(token, state):
-                state, reading, write = step(state, vectors, token, strengths[token], overlaps[token])
-                write_out[row, token, head] = write
-                gate = plgpu.load(vectors.at[ROWS * token + 3], layout=VALUE_LAYOUT)
-                output[row, token, head] = gated_norm(reading, gate, weight, norm_eps, output.dtype)
-                return state
-
-            lax.fori_loop(0, length, advance, plgpu.load(state, layout=STATE_LAYOUT))
-
-        lax.fori_loop(length, tokens, clear, None)
+        strengths = [sigmoid(beta[row, token, head].astype(jnp.float32)) for token in range(tokens)]
+        weight = spread(plgpu.load(norm, layout=VALUE_LAYOUT, optimized=False), 1, (ROWS, CHANNELS), ROW_LAYOUT)
+        plgpu.barrier_wait(buffers["inputs_ready"])
+        gate_vectors(buffers, a_log[head], dt_bias.at[head], lower_bound, decays)
+        plgpu.barrier_wait(buffers["window_ready"])
+        for token in range(tokens):
+            token_vectors(buffers, token)
+        plgpu.commit_smem()
+        overlap_vectors(buffers)
+        plgpu.commit_smem()
+        vectors = buffers["vectors"]
+        plgpu.barrier_wait(buffers["state_ready"])
+        state = plgpu.load(buffers["state"], layout=STATE_LAYOUT)
+        for token in range(tokens):
+            state, reading, write = step(state, vectors, token, strengths[token], buffers["overlaps"][token])
+            writes[token, :] = write
+            readings[token, :] = reading
+        plgpu.commit_smem()
+        index = plgpu.broadcasted_iota(jnp.int32, (ROWS, CHANNELS), 0, layout=ROW_LAYOUT)
+        for first in range(0, padded(tokens), ROWS):
+            rows = pl_ds(first, ROWS)
+            load = lambda ref: plgpu.load(ref.at[rows], layout=ROW_LAYOUT)  # noqa: E731
+            mask = lambda x: jnp.where(index + first < length, x, 0.0)  # noqa: E731
+            result = gated_norm(load(readings), load(vectors.at[GATE]), weight, norm_eps, jnp.bfloat16)
+            gated[rows, :] = mask(result.astype(jnp.float32)).astype(gated.dtype)
+            for ref in (writes, decays, vectors.at[KEY]):
+                ref[rows, :] = mask(load(ref))
+        plgpu.commit_smem()
+        valid = pl_ds(0, tokens)
+        for source, target in (
+            (gated, output), (writes, write_out), (vectors.at[KEY], key_out), (decays, decay_out)
+        ):
+            plgpu.copy_smem_to_gmem(source.at[valid], target.at[row, :, head])
+        plgpu.wait_smem_to_gmem(0)
 
     record = jax.ShapeDtypeStruct((rows, tokens, heads, channels), jnp.float32)
+    plane = plgpu.SMEM((padded(tokens), channels), jnp.float32)
     output, *records = plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct(record.shape, qkvz.dtype), record, record, record),
         grid=(heads, rows),
         grid_names=("heads", "rows"),
-        scratch_types=(
-            plgpu.SMEM((channels, channels), jnp.float32),
-            plgpu.SMEM((4 * (tokens + 3), channels), qkvz.dtype),
-            plgpu.SMEM((13, channels), jnp.float32),
-            plgpu.SMEM((ROWS * tokens, channels), jnp.float32),
-            plgpu.SMEM((tokens,), jnp.float32),
-            plgpu.SMEM((tokens,), jnp.float32),
-            plgpu.Barrier(num_arrivals=7 + tokens),
-            plgpu.Barrier(),
-        ),
-        compiler_params=LANE,
+        scratch_types={
+            "decays": plane, "writes": plane, "readings": plane,
+            "gated": plgpu.SMEM((padded(tokens), channels), qkvz.dtype), **scratch(tokens, qkvz.dtype),
+        },
+        compiler_params=PARAMS,
         interpret=interpret,
         kernel_name="kda_verify",
     )(qkvz, decay_logits, beta_logits, *weights, state_pool, window_pool, slot, length)
@@ -138,14 +132,15 @@ def commit(
         @pl.when(count > 0)
         def _live():
             plgpu.copy_gmem_to_smem(state_pool.at[slot, head], state, state_ready)
-            for age in range(3):
+            for age in range(WINDOW):
                 plgpu.copy_gmem_to_smem(window_pool.at[slot, age, head], raw.at[pl_ds(4 * age, 3)], inputs_ready)
             for token in range(tokens):
-                plgpu.copy_gmem_to_smem(qkvz.at[row, token, head], raw.at[pl_ds(4 * (token + 3), 4)], inputs_ready)
+                plgpu.copy_gmem_to_smem(qkvz.at[row, token, head], raw.at[pl_ds(4 * (token + WINDOW), 4)], inputs_ready)
                 plgpu.copy_gmem_to_smem(keys.at[row, token, head], vectors.at[3 * token], inputs_ready)
                 plgpu.copy_gmem_to_smem(writes.at[row, token, head], vectors.at[3 * token + 1], inputs_ready)
                 vectors[3 * token + 2, :] = jnp.exp(decays[row, token, head])
             plgpu.barrier_wait(inputs_ready)
+            plgpu.commit_smem()
             plgpu.barrier_wait(state_ready)
 
             def replay(token, state):
@@ -156,7 +151,7 @@ def commit(
             state[...] = lax.fori_loop(0, count, replay, plgpu.load(state, layout=STATE_LAYOUT))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(state, state_pool.at[slot, head])
-            for age in range(3):
+            for age in range(WINDOW):
                 plgpu.copy_smem_to_gmem(raw.at[pl.ds(4 * (count + age), 3)], window_pool.at[slot, age, head])
             plgpu.wait_smem_to_gmem(0)
 
@@ -168,12 +163,12 @@ def commit(
         grid_names=("heads", "rows"),
         scratch_types=(
             plgpu.SMEM((channels, channels), jnp.float32),
-            plgpu.SMEM((4 * (tokens + 3), channels), qkvz.dtype),
+            plgpu.SMEM((4 * (tokens + WINDOW), channels), qkvz.dtype),
             plgpu.SMEM((3 * tokens, channels), jnp.float32),
-            plgpu.Barrier(num_arrivals=3 + 3 * tokens),
+            plgpu.Barrier(num_arrivals=WINDOW + 3 * tokens),
             plgpu.Barrier(),
         ),
-        compiler_params=LANE,
+        compiler_params=PARAMS,
         interpret=interpret,
         kernel_name="kda_commit",
     )(records.write, records.key, records.decay, qkvz, slot, accepted, states, windows)

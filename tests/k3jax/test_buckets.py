@@ -1,5 +1,7 @@
 """Static shapes: what they cover, how few they are, how little they waste."""
 
+import itertools
+
 import pytest
 
 from k3jax import buckets
@@ -9,7 +11,7 @@ from k3jax import buckets
 def test_chunks_cover_a_prompt_and_waste_less_than_half(length):
     chunks = list(buckets.chunks(length))
     assert chunks[0].start == 0
-    for before, after in zip(chunks, chunks[1:], strict=False):
+    for before, after in itertools.pairwise(chunks):
         assert after.start == before.start + before.size
     end = chunks[-1].start + chunks[-1].size
     assert chunks[-1].start < length <= end

@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints.source import find_source
 from checkpoints.streaming import load_tree
-from k3jax import dspark, params, speculate
+from k3jax import dspark, params
 from k3jax.cache import Rows
 from k3jax.config import ConfigError
 from k3jax.dspark_config import DraftMla, DSparkConfig, Rope, Yarn
@@ -134,7 +134,7 @@ def test_golden_drafts(shared, kind):
     assert not problems
     draft = dspark.DSpark(config, load_tree(source, draft_specs(config, set(source.tensors)), dtype=jnp.float32))
     golden = np.load(path / "golden.npz")
-    pools = speculate.create_pools(config, pages=9, page_size=16, dtype=jnp.float32)
+    pools = tuple(jnp.zeros((9, 16, config.attention.row_width)) for _ in range(config.num_layers))
 
     @jax.jit
     def run(pools, features, rows, anchor):
@@ -189,8 +189,7 @@ def test_inferact_module_takes_the_specs():
     )
     draft = jax.eval_shape(lambda arrays: dspark.DSpark(config, arrays), tree)
     assert isinstance(draft.config.attention, DraftMla)
-    pools = jax.eval_shape(lambda: speculate.create_pools(config, pages=4, page_size=16, dtype=jnp.bfloat16))
-    assert [pool.shape for pool in pools] == [(4, 16, 576)] * 5
+    assert config.attention.row_width == 576
 
 
 def test_radixark_manifest():

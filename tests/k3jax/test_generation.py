@@ -197,7 +197,12 @@ def test_decode_compiles_once_and_never_again(door):
     options = {"max_tokens": 4, "as_ids": True}
     list(stream(door, PROMPT, **options))
     with Compilations() as compilations:
-        for settings in ({"temperature": 0.7}, {"top_k": 3, "top_p": 0.4}, {"min_p": 0.1, "seed": 8}, {"stop_ids": [1]}):
+        for settings in (
+            {"temperature": 0.7},
+            {"top_k": 3, "top_p": 0.4},
+            {"min_p": 0.1, "seed": 8},
+            {"stop_ids": [1]},
+        ):
             list(stream(door, PROMPT, **options, **settings))
     assert compilations.count == 0
 

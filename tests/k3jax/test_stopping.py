@@ -1,5 +1,7 @@
 """Stop strings across the borders of pieces."""
 
+import itertools
+
 import hypothesis
 import pytest
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ def earliest(text: str, stops: list[str]) -> int | None:
 def test_any_pieces_give_the_text_up_to_the_first_stop(text, stops, cuts):
     borders = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
     stream, shown, stopped = StopStrings(stops), "", False
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in itertools.pairwise(borders):
         piece, stopped = stream.push(text[start:end])
         shown += piece
         if stopped:

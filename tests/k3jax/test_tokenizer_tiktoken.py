@@ -171,7 +171,7 @@ def test_an_impossible_size_is_named(tmp_path: Path, size: int, message: str) ->
 
 def test_encoding_speed(released: Tokenizer) -> None:
     text = "".join(lines(3000))
-    start = time.perf_counter()
+    start = time.process_time()
     released.encode(text)
-    per_megabyte = (time.perf_counter() - start) * 1e6 / len(text.encode())
+    per_megabyte = (time.process_time() - start) * 1e6 / len(text.encode())
     assert per_megabyte < 5, f"{per_megabyte:.2f} s for a megabyte"

@@ -1,0 +1,310 @@
+"""The program `python -m k3jax.decode`: what it prints, where, and how it ends."""
+
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import checkpoints
+import k3jax
+from k3jax import api, decode, program
+from k3jax.chat_stream import DIM, PLAIN, ChannelPrinter
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = ["--prompt", "def f(", "--max-tokens", "12", "--seed", "4"]
+
+
+@pytest.fixture
+def program_model(monkeypatch, door):
+    """The program gets the shared model instead of compiling its own."""
+    seen = {}
+
+    def load(path, **options):
+        seen.update(path=path, **options)
+        return door
+
+    monkeypatch.setattr(api, "load", load)
+    return seen
+
+
+@pytest.fixture
+def expected(door):
+    return k3jax.generate(door, "def f(", max_tokens=12, seed=4)
+
+
+class Input:
+    """Standard input that is no terminal."""
+
+    def __init__(self, data: bytes):
+        self.buffer = io.BytesIO(data)
+
+    def isatty(self) -> bool:
+        return False
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    """The program in a process of its own, without any setting of the tests."""
+    command = [sys.executable, "-m", "k3jax.decode", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_text_goes_to_standard_output_and_nothing_else(program_model, expected, capsys):
+    assert decode.main(OPTIONS) == 0
+    out, err = capsys.readouterr()
+    assert out == expected.result.text
+    assert err == ""
+    assert program_model == {
+        "path": None,
+        "dtype": jnp.float32,
+        "mesh": None,
+        "implementation": None,
+        "max_length": None,
+    }
+
+
+def test_the_prompt_may_come_from_standard_input(program_model, expected, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Input(b"def f("))
+    assert decode.main(OPTIONS[2:]) == 0
+    assert capsys.readouterr().out == expected.result.text
+
+
+def test_pieces_are_flushed_as_they_come(program_model, expected, monkeypatch):
+    pieces = list(expected)
+    events = []
+
+    class Out(io.StringIO):
+        def write(self, text):
+            events.append(text)
+            return len(text)
+
+        def flush(self):
+            events.append("flush")
+
+    monkeypatch.setattr(sys, "stdout", Out())
+    assert decode.decode(decode.Options(prompt="def f(", max_tokens=12, seed=4)) == 0
+    assert events[: 2 * len(pieces)] == [event for piece in pieces for event in (piece, "flush")]
+
+
+def test_json_is_one_record_with_everything(program_model, expected, capsys):
+    assert decode.main([*OPTIONS, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    result = expected.result
+    assert record["text"] == result.text
+    assert record["ids"] == result.ids
+    assert (record["finish_reason"], record["prompt_tokens"]) == ("length", 6)
+    assert record["statistics"]["completion_tokens"] == 12
+    assert record["statistics"]["weight_bytes"] == expected.statistics.weight_bytes
+    assert record["statistics"].keys() >= {"prefill_tokens_per_second", "milliseconds_per_token", "first_token_seconds"}
+
+
+def test_statistics_go_to_standard_error(program_model, capsys):
+    assert decode.main([*OPTIONS, "--stats"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == ["prefill", "decode", "first", "compilation", "weights", "state"]
+    assert "(6 tokens in" in lines[0]
+    assert "ms/token (12 tokens)" in lines[1]
+
+
+def test_every_sampling_flag_reaches_the_sampler(program_model, monkeypatch, door):
+    seen, real = {}, api.generate
+
+    def generate(model, prompt, **options):
+        seen.update(options, prompt=prompt)
+        return real(model, prompt, max_tokens=1)
+
+    monkeypatch.setattr(api, "generate", generate)
+    flags = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.8,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "seed": 9,
+        "max_tokens": 3,
+    }
+    arguments = [text for name, value in flags.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    assert decode.main([*arguments, "--prompt", "x", "--stop", "a", "b c", "--stop-ids", "3", "--ignore-eos"]) == 0
+    wanted = flags | {"prompt": "x", "stop": ("a", "b c"), "stop_ids": (3,), "ignore_eos": True, "as_ids": False}
+    assert seen == wanted
+
+
+def test_ids_in_and_out_without_a_tokenizer(monkeypatch, door, capsys):
+    import dataclasses
+
+    monkeypatch.setattr(api, "load", lambda *args, **kwargs: dataclasses.replace(door, tokenizer=None))
+    assert decode.main(["--prompt-ids", "1", "2", "--max-tokens", "3", "--temperature", "0"]) == 0
+    wanted = k3jax.generate(door, [1, 2], max_tokens=3, temperature=0, as_ids=True)
+    assert capsys.readouterr().out.split() == [str(token) for token in wanted]
+
+
+def test_chat_renders_the_prompt_and_parses_the_answer(program_model, door, capsys):
+    assert decode.main(["--chat", "--prompt", "Hi", "--system", "Be brief.", "--max-tokens", "9", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    from k3jax import chat, parse
+
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    ids = chat.render(door.tokenizer, messages)
+    assert record["prompt_tokens"] == len(ids)
+    message = parse.parse(door.tokenizer, record["ids"], finish_reason=record["finish_reason"])
+    assert (record["reasoning"], record["content"]) == (message.reasoning, message.content)
+
+
+@pytest.mark.parametrize("color", [True, False])
+def test_the_think_channel_is_dimmed_and_set_apart(door, color):
+    from k3jax import chat
+
+    message = {"role": "assistant", "reasoning_content": "hm", "content": "yes"}
+    printer = ChannelPrinter(door.tokenizer, thinking=True, color=color)
+    ids = chat.render_completion(door.tokenizer, message)
+    text = "".join(printer.push(token) for token in ids) + printer.finish("stop")
+    assert text == (f"{DIM}hm{PLAIN}\n\nyes" if color else "hm\n\nyes")
+    assert (printer.message.reasoning, printer.message.content) == ("hm", "yes")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "x", "--draft", "d"], "error: --draft is not available: speculative decoding"),
+        (["--prompt", "x", "--image", "i.png"], "error: --image is not available: image input"),
+        (["--prompt", "x", "--system", "s"], "error: --system needs --chat"),
+        (["--prompt", "x", "--chat", "--stop", "s"], "error: --stop does not go with --chat; use --stop-ids"),
+        (["--prompt", "x", "--checkpoint", "/nowhere/at/all"], "error: checkpoint /nowhere/at/all does not exist"),
+        (["--prompt", "x", "--top-p", "1.5"], "error: top_p is 1.5, expected a value in (0, 1]"),
+        (["--prompt", ""], "error: prompt is empty, expected at least one token"),
+        (
+            ["--prompt-ids", "4", "512"],
+            "error: prompt has token id 512 at position 1, expected an integer from 0 to 511",
+        ),
+        (["--prompt", "x" * 600], "error: prompt has 600 tokens and 1 more, the cache holds at most 600"),
+        (["--prompt", "x", "--max-tokens", "0"], "error: max_tokens is 0, expected at least 1"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(program_model, capsys, arguments, message):
+    assert decode.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-tokens", "many"], "error: Error parsing --max-tokens: invalid literal for int()"),
+        (["--dtype", "int8"], "error: invalid choice 'int8' for argument '--dtype'"),
+        (["--promt", "x"], "error: Unrecognized options: --promt"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_code_2(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        decode.main(arguments)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert err.startswith(message)
+    assert err.endswith("see python -m k3jax.decode --help\n")
+    assert err.count("\n") == 1
+
+
+def test_standard_input_that_is_not_utf8(program_model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Input(b"abc\xff\xfe"))
+    assert decode.main([]) == 2
+    wanted = "error: standard input is not UTF-8 (byte 0xff at offset 3); convert it to UTF-8\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_a_terminal_without_a_prompt_is_told_so(program_model, capsys, monkeypatch):
+    terminal = Input(b"")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert decode.main([]) == 2
+    assert capsys.readouterr().err.startswith('error: no prompt; give --prompt "..."')
+
+
+def test_failures_give_1_and_interruption_130(monkeypatch, capsys):
+    def load(error):
+        def fail(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(api, "load", fail)
+
+    load(checkpoints.CheckpointError("x cannot be used", ["a: missing", "b: missing"]))
+    assert decode.main(OPTIONS) == program.FAILURE
+    assert capsys.readouterr().err.count("\n") == 1
+    load(ExceptionGroup("no implementation serves this call", [NotImplementedError("a reason"), ValueError("another")]))
+    assert decode.main(OPTIONS) == program.FAILURE
+    line = "error: no implementation serves this call (2 sub-exceptions); a reason; another\n"
+    assert capsys.readouterr().err == line
+    load(KeyboardInterrupt())
+    assert decode.main(OPTIONS) == program.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_bad_logits_are_a_failure_that_names_the_position(monkeypatch, door, capsys):
+    import dataclasses
+
+    leaves = tuple(
+        leaf * np.float32("nan") if leaf.ndim == 1 and leaf.dtype == jnp.float32 else leaf for leaf in door.leaves
+    )
+    monkeypatch.setattr(api, "load", lambda *args, **kwargs: dataclasses.replace(door, leaves=leaves))
+    assert decode.main(OPTIONS) == 1
+    assert "error: row 0: logits for position 6 are not finite" in capsys.readouterr().err
+
+
+def test_help_is_quick_and_shows_examples():
+    start = time.process_time()
+    begin = time.perf_counter()
+    done = run("--help")
+    elapsed = time.perf_counter() - begin
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "python -m k3jax.decode --prompt" in done.stdout
+    assert "--repetition-penalty" in done.stdout
+    assert elapsed < 20, f"{elapsed:.1f} s"  # 0.3 s on an idle machine
+    assert time.process_time() - start < 2
+
+
+def test_help_imports_no_jax():
+    code = "import sys; import k3jax.decode, k3jax.verify; print('jax' in sys.modules, 'tyro' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "False False\n"
+
+
+def test_the_whole_program_on_a_checkpoint(door_config, random_tree, byte_directory, tmp_path):
+    """A process of its own reads a released-format checkpoint, streams, and prints no warning."""
+    import shutil
+
+    from k3jax import params
+
+    specs = params.model_specs(door_config)
+    tree = random_tree(door_config)
+    flat = dict(params.flatten(specs))
+
+    def cast(subtree, prefix=()):
+        return {
+            key: cast(value, (*prefix, key))
+            if isinstance(value, dict)
+            else value.astype(flat[*prefix, key].array_dtype(jnp.bfloat16))
+            for key, value in subtree.items()
+        }
+
+    checkpoints.export(tmp_path / "model", door_config, cast(tree))
+    for file in byte_directory.iterdir():
+        shutil.copy(file, tmp_path / "model")
+    done = run(
+        "--checkpoint", str(tmp_path / "model"), "--prompt", "def", "--max-tokens", "5", "--ignore-eos", "--json"
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+    record = json.loads(done.stdout)
+    assert len(record["ids"]) == 5
+    assert record["finish_reason"] == "length"
