@@ -38,10 +38,10 @@ class Compilations:
         self.seconds += self._tracing + self._rest
         return result
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _TRACE:
             # Functions traced inside another one report too; the outermost one holds them all.
-            self._tracing = max(self._tracing, duration)
+            self._tracing = max(self._tracing, duration_secs)
         elif event in (_COMPILE, _LOWER):
-            self._rest += duration
+            self._rest += duration_secs
             self.count += event == _COMPILE

@@ -155,11 +155,12 @@ class DSpark(nnx.Module):
             previous, state = choose(k, biased), step.state
             tokens.append(previous)
             logits.append(biased)
-            confidence.append(self._confidence(draft.hidden[:, k], step.embedding))
+            confidence.append(self.confidence(draft.hidden[:, k], step.embedding))
         sure = None if confidence[0] is None else jnp.stack(confidence, axis=1)
         return Drafted(jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), sure)
 
-    def _confidence(self, hidden: Float[Array, "B D"], embedding: Float[Array, "B r"]) -> Float[Array, " B"] | None:
+    def confidence(self, hidden: Float[Array, "B D"], embedding: Float[Array, "B r"]) -> Float[Array, " B"] | None:
+        """Logit of the chance that a row's token is accepted, given the embedding of the token before it."""
         if "confidence" not in self.optional:
             return None
         inputs = jnp.concatenate([hidden, embedding], axis=-1) if self.config.confidence_with_markov else hidden

@@ -101,8 +101,8 @@ def in_chunks(
 ) -> tuple[Float[np.ndarray, "T V"], K3Cache]:
     """Logits of all positions and the cache when `ids` go through it in pieces of at most `chunk` tokens.
 
-    A prompt that one piece would hold goes in two. The pieces are padded to `size`, so that they run through the program
-    of the whole prompt. `experts` forces the routing.
+    A prompt that one piece would hold goes in two. The pieces are padded to `size`, so that they run through the
+    program of the whole prompt. `experts` forces the routing.
     """
     piece = max(1, min(chunk, (len(ids) + 1) // 2))
     progress, logits = Progress.start(model, room), []

@@ -8,9 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
-
-Options = TypeVar("Options")
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 """Exit codes: something went wrong; the command line or the input is wrong; Ctrl-C."""
@@ -20,7 +17,7 @@ class UsageError(ValueError):
     """A command line or an input that cannot be used."""
 
 
-def parse(options: type[Options], program: str, arguments: Sequence[str] | None = None) -> Options:
+def parse[Options](options: type[Options], program: str, arguments: Sequence[str] | None = None) -> Options:
     """The command line as a dataclass; a wrong one ends in one line on stderr and exit code 2."""
     import tyro  # takes a third of a second
 
@@ -44,7 +41,7 @@ def require_path(path: Path, what: str) -> None:
 
 
 def _first_part(box: str) -> str:
-    """The text of tyro's error box between its title and its first rule; the box is drawn in ASCII on some terminals."""
+    """The text of tyro's error box between its title and its first rule; some terminals get it in ASCII."""
     lines = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()[1:]]
     body = itertools.dropwhile(_is_rule, lines)
     return " ".join(line for line in itertools.takewhile(lambda line: not _is_rule(line), body) if line).rstrip(".")

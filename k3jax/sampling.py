@@ -111,6 +111,7 @@ class Sampling:
 def _column(name: str, value: Any, batch: int) -> np.ndarray:
     """One checked value per row."""
     allowed = _RANGES[name]
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
     rows = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * batch
     if len(rows) != batch:
         raise SamplingError(f"{name} has {len(rows)} values, expected one number or {batch} of them, one per row")

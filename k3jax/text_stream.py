@@ -1,15 +1,13 @@
 """Token events to pieces of text and results: the last stage of `generate`."""
 
 from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any
 
 from k3jax.detokenizer import Detokenizer
 from k3jax.generation import Decoding, Event
 from k3jax.results import FinishReason, Result, Statistics
 from k3jax.stopping import StopStrings
 from k3jax.tokenizer import Tokenizer
-
-Piece = TypeVar("Piece")
 
 
 class GenerationError(RuntimeError):
@@ -71,7 +69,7 @@ class Writer:
         )
 
 
-class Stream(Generic[Piece]):
+class Stream[Piece]:
     """What `generate` returns: an iterator of pieces. `result`, `results` and `statistics` are there at its end."""
 
     def __init__(self, decoding: Decoding, writers: list[Writer], *, as_ids: bool, batch: bool) -> None:
@@ -107,7 +105,7 @@ class Stream(Generic[Piece]):
             for _ in self._iterator:
                 pass
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[Any]:
         for event in self._decoding:
             writer = self._writers[event.row]
             piece: str | int = writer.push(event)

@@ -110,7 +110,7 @@ def _in_order_of(states: States, experts: Int[np.ndarray, "M T k"]) -> States:
 def compare_choices(
     name: str, scores: Float[np.ndarray, "M T E"], theirs: Int[np.ndarray, "M T k"], allowed: float
 ) -> Comparison:
-    """Whether each choice of `theirs` is the k best of `scores`, or nearly: margins up to `allowed` may go either way."""
+    """Whether each choice of `theirs` is the k best of `scores`; margins up to `allowed` may go either way."""
     k = theirs.shape[-1]
     order = np.argsort(-scores, axis=-1, kind="stable")
     ranked = np.take_along_axis(scores, order, axis=-1)

@@ -154,7 +154,7 @@ def affine(
     """A piece of a sequence as an affine map of the state, for context parallelism: S_out = transition @ S_in + local_state."""
     check_bound(lower_bound)
     args = (qkvz, decay_logits, beta_logits, weights, window, length, lower_bound)
-    return select(implementation, xla=xla.affine)(*args)
+    return select(implementation, mosaic=mosaic.affine, xla=xla.affine)(*args)
 
 
 @jax.jit

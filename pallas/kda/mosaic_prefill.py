@@ -13,15 +13,33 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas.kda.chunked import chunked
 from pallas.kda.inputs import token_inputs, window_at
+from pallas.kda.mosaic_affine import LOCAL, TRANSITION, segment_maps, start_states
 from pallas.kda.mosaic_decode import require_supported
 from pallas.kda.mosaic_intra import BLOCK, CHUNK, intra
 from pallas.kda.mosaic_state import recur
-from pallas.kda.types import KdaWeights, Prefill
+from pallas.kda.types import Affine, KdaWeights, Prefill
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+SHORTEST_SEGMENT = 512
+"""Tokens below which cutting costs more than the chip's idle part."""
+
+
+def require_prefill(channels: int, dtype: jnp.dtype, lower_bound: float) -> None:
+    """Raises `NotImplementedError` with the reason for a call that the prefill kernels do not serve."""
+    require_supported(channels, dtype)
+    if lower_bound < -5.0:
+        raise NotImplementedError(f"kda mosaic prefill holds decays down to lower_bound -5, got {lower_bound}")
 
 
 def pad_tokens(x: jax.Array) -> jax.Array:
     """Fills the token axis up to whole blocks; a copy, so callers that care pass whole blocks."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % BLOCK)] + [(0, 0)] * (x.ndim - 2))
+
+
+def segment_count(sequences: int, tokens: int) -> int:
+    """Pieces to cut every sequence into: as many as keep both kernels of a segment in one wave, and none too short to pay."""
+    return max(1, min(MULTIPROCESSORS // (2 * sequences), tokens // SHORTEST_SEGMENT))
 
 
 def replay(
@@ -66,16 +84,19 @@ def prefill(
     interpret: Any = None,
 ) -> Prefill:
     """`api.prefill`."""
-    require_supported(qkvz.shape[-1], qkvz.dtype)
-    if lower_bound < -5.0:
-        raise NotImplementedError(f"kda mosaic prefill holds decays down to lower_bound -5, got {lower_bound}")
+    require_prefill(qkvz.shape[-1], qkvz.dtype, lower_bound)
     tokens = qkvz.shape[1]
     padded = tuple(pad_tokens(x) for x in (qkvz, decay_logits, beta_logits))
     operands = intra(*padded, weights, window, length, lower_bound, interpret)
     position = None if boundaries is None else jnp.clip(boundaries, 0, length[:, None])
     home = jnp.full((qkvz.shape[0], 1), -1, jnp.int32) if position is None else position // CHUNK
     turned = jnp.swapaxes(state, -1, -2)
-    output, final, captured = recur(operands, padded[0], weights.norm, turned, length, home, norm_eps, interpret)
+    segments = segment_count(qkvz.shape[0] * qkvz.shape[2], padded[0].shape[1])
+    if segments > 1:
+        starts = start_states(turned, segment_maps(operands, length, segments, interpret))
+    else:
+        starts = turned[:, None]
+    output, final, captured = recur(operands, padded[0], weights.norm, starts, length, home, norm_eps, interpret)
     final, captured = jnp.swapaxes(final, -1, -2), jnp.swapaxes(captured, -1, -2)
     raw = qkvz[..., :3, :]
     last = window_at(raw, window, length)
@@ -83,3 +104,21 @@ def prefill(
         return Prefill(output[:, :tokens], final, last, None, None)
     states = replay(padded, weights, window, captured, position, lower_bound)
     return Prefill(output[:, :tokens], final, last, states, window_at(raw, window, position))
+
+
+def affine(
+    qkvz: Float[Array, "B T H 4 D"],
+    decay_logits: Float[Array, "B T H D"],
+    beta_logits: Float[Array, "B T H"],
+    weights: KdaWeights,
+    window: Float[Array, "B 3 H 3 D"],
+    length: Int32[Array, "B"],
+    lower_bound: float,
+    interpret: Any = None,
+) -> Affine:
+    """`api.affine`."""
+    require_prefill(qkvz.shape[-1], qkvz.dtype, lower_bound)
+    padded = tuple(pad_tokens(x) for x in (qkvz, decay_logits, beta_logits))
+    maps = segment_maps(intra(*padded, weights, window, length, lower_bound, interpret), length, 1, interpret)
+    maps = jnp.swapaxes(maps[:, 0], -1, -2)
+    return Affine(maps[:, TRANSITION], maps[:, LOCAL])

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas.kda.mosaic_intra import CHUNK, NARROW, PRODUCT, WIDE, Operands, over_columns, over_rows
+from pallas.kda.mosaic_intra import BLOCK, CHUNK, NARROW, PRODUCT, WIDE, Operands, over_columns, over_rows
 from pallas.kda.mosaic_token import CHANNELS, pl_ds
 
 SIDE = CHANNELS // 2
@@ -33,7 +33,7 @@ OUTPUT_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, SIDE), (2,))), warp_dims=(-
 def advance(state: jax.Array, stage: tuple, meanwhile: Callable[[], None]) -> tuple[jax.Array, jax.Array]:
     """One chunk of half of the values: (state' before the second decay, readings [64, 32]).
 
-    `meanwhile` runs while the first products are under way.
+    `meanwhile` runs while the first products are under way. Without a query in `stage` the readings are arbitrary.
     """
     query, pull, push, key, inverse, attention = stage
     operand = state.astype(jnp.bfloat16)
@@ -42,13 +42,16 @@ def advance(state: jax.Array, stage: tuple, meanwhile: Callable[[], None]) -> tu
         predicted, write, reading, after = refs
         plgpu.wgmma(predicted, operand, pull.transpose((1, 0)))
         plgpu.wgmma(write, push.transpose((1, 0)), inverse.transpose((1, 0)))
-        plgpu.wgmma(reading, operand, query.transpose((1, 0)))
+        if query is not None:
+            plgpu.wgmma(reading, operand, query.transpose((1, 0)))
         meanwhile()
-        negative = (-plgpu.wgmma_accumulator_load(predicted, wait_n=2)).astype(jnp.bfloat16)
+        pending = 1 if query is None else 2
+        negative = (-plgpu.wgmma_accumulator_load(predicted, wait_n=pending)).astype(jnp.bfloat16)
         plgpu.wgmma(write, negative, inverse.transpose((1, 0)))
         written = plgpu.wgmma_accumulator_load(write, wait_n=0).astype(jnp.bfloat16)
         plgpu.wgmma(after, written, key)
-        plgpu.wgmma(reading, written, attention.transpose((1, 0)))
+        if query is not None:
+            plgpu.wgmma(reading, written, attention.transpose((1, 0)))
 
     blank = plgpu.layout_cast(jnp.zeros((SIDE, CHUNK), jnp.float32), PRODUCT)
     start = tuple(plgpu.ACC.init(x) for x in (blank, blank, blank, state))
@@ -58,12 +61,14 @@ def advance(state: jax.Array, stage: tuple, meanwhile: Callable[[], None]) -> tu
 
 def emulated_advance(state: jax.Array, stage: tuple, meanwhile: Callable[[], None]) -> tuple[jax.Array, jax.Array]:
     """`advance` for interpretation on a CPU, where a product cannot take its left operand from registers."""
-    query, pull, push, key, inverse, attention = (x[...] for x in stage)
+    query, pull, push, key, inverse, attention = (None if x is None else x[...] for x in stage)
     dot = lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32)  # noqa: E731
     meanwhile()
     operand = state.astype(jnp.bfloat16)
     negative = (-dot(operand, pull.T)).astype(jnp.bfloat16)
     written = (dot(push.T, inverse.T) + dot(negative, inverse.T)).astype(jnp.bfloat16)
+    if query is None:
+        return state + dot(written, key), jnp.zeros_like(written, jnp.float32)
     return state + dot(written, key), dot(operand, query.T) + dot(written, attention.T)
 
 
@@ -76,6 +81,12 @@ def fetch_chunk(operands: tuple, stage: tuple, ready: Any, row: jax.Array, head:
     for side in range(2):
         plgpu.copy_gmem_to_smem(push.at[row, head, tokens, pl_ds(SIDE * side, SIDE)], stage[2].at[side], ready)
     plgpu.copy_gmem_to_smem(total.at[row, head, pl.ds(2 * chunk, 2)], stage[6], ready)
+
+
+def segment_chunks(tokens: int, segments: int) -> int:
+    """Chunks of a segment: whole blocks, the last segment may be shorter or empty."""
+    blocks = tokens // BLOCK
+    return -(-blocks // segments) * (BLOCK // CHUNK)
 
 
 def gated_output(
@@ -97,7 +108,7 @@ def recur(
     operands: Operands,
     qkvz: Float[Array, "B T H 4 D"],
     norm: Float32[Array, "D"],
-    state: Float32[Array, "B H D D"],
+    state: Float32[Array, "B P H D D"],
     length: Int32[Array, "B"],
     home: Int32[Array, "B N"],
     norm_eps: float,
@@ -105,18 +116,23 @@ def recur(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(output [B, T, H, D], final state, states at the start of chunk `home`), states transposed to [value, key].
 
-    `home` past the last chunk captures the final state. T is a multiple of the chunk.
+    `state` holds the state before each of P segments of `segment_chunks` chunks, which run at the same time. `home` past the
+    last chunk captures the final state. T is a multiple of the block of 64.
     """
     rows, tokens, heads, _, channels = qkvz.shape
-    captures = home.shape[1]
+    segments, captures = state.shape[1], home.shape[1]
+    most = segment_chunks(tokens, segments)
     step: Callable = advance if interpret is None else emulated_advance
 
     def body(query, pull, push, key, inverse, attention, total, qkvz, norm, state_in, lengths, home,
              output, state_out, captured,
              queries, pulls, pushes, keys, inverses, attentions, totals, readings, full, read, drained):
-        row, head, group = lax.axis_index("rows"), lax.axis_index("heads"), lax.axis_index("group")
-        length = lengths[row]
-        chunks = (length + CHUNK - 1) // CHUNK
+        head, group = lax.axis_index("heads"), lax.axis_index("group")
+        row, segment = lax.axis_index("pieces") // segments, lax.axis_index("pieces") % segments
+        length, first = lengths[row], segment * most
+        total_chunks = (length + CHUNK - 1) // CHUNK
+        chunks = jnp.clip(total_chunks - first, 0, most)
+        is_last = (jnp.maximum(total_chunks, 1) > first) & (total_chunks <= first + most)
         ring = (queries, pulls, pushes, keys, inverses, attentions, totals)
         sources = (query, pull, push, key, inverse, attention, total)
 
@@ -149,7 +165,7 @@ def recur(
             def loop(chunk: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 state, last = carry
                 slot = chunk % STAGES
-                capture(state, lambda at: at == chunk)
+                capture(state, lambda at: at == first + chunk)
                 plgpu.barrier_wait(full.at[slot])
 
                 def decay(part: int) -> jax.Array:
@@ -162,13 +178,16 @@ def recur(
                 reading = plgpu.layout_cast(reading.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
                 return state * decay(1), reading
 
-            initial = plgpu.load(state_in.at[row, head, values], layout=PRODUCT, optimized=False)
+            initial = plgpu.load(state_in.at[row, segment, head, values], layout=PRODUCT, optimized=False)
             final, reading = lax.fori_loop(0, chunks, loop, (initial, blank))
             publish(chunks - 1, reading)
             for last in (2, 1):
                 pl.when(chunks >= last)(lambda: plgpu.barrier_wait(drained.at[(chunks - last) % 2]))
-            capture(final, lambda at: at >= chunks)
-            state_out[row, head, values] = final
+            capture(final, lambda at: is_last & (at >= total_chunks))
+
+            @pl.when(is_last)
+            def _finish() -> None:
+                state_out[row, head, values] = final
 
         @pl.when(group >= 2)
         def _serve() -> None:
@@ -177,7 +196,7 @@ def recur(
 
             def fetch(chunk: jax.Array) -> None:
                 slot = chunk % STAGES
-                fetch_chunk(sources, tuple(x.at[slot] for x in ring), full.at[slot], row, head, chunk)
+                fetch_chunk(sources, tuple(x.at[slot] for x in ring), full.at[slot], row, head, first + chunk)
 
             for chunk in range(STAGES):
                 pl.when((parity == 0) & (chunk < chunks))(lambda: fetch(jnp.int32(chunk)))
@@ -187,7 +206,7 @@ def recur(
 
             def serve(turn: jax.Array, _: None) -> None:
                 chunk = 2 * turn + parity
-                there = pl.ds(chunk * CHUNK, CHUNK)
+                there = pl.ds((first + chunk) * CHUNK, CHUNK)
                 gates = [
                     plgpu.load(qkvz.at[row, there, head, 3, side], layout=OUTPUT_LAYOUT, optimized=False) for side in sides
                 ]
@@ -195,19 +214,19 @@ def recur(
                 pl.when(chunk + STAGES < chunks)(lambda: fetch(chunk + STAGES))
                 halves = [plgpu.load(readings.at[parity, side], layout=OUTPUT_LAYOUT, optimized=False) for side in range(2)]
                 plgpu.barrier_arrive(drained.at[parity])
-                results = gated_output(halves, gates, norms, norm_eps, token < length - chunk * CHUNK)
+                results = gated_output(halves, gates, norms, norm_eps, token < length - (first + chunk) * CHUNK)
                 for side, result in zip(sides, results):
                     output[row, there, head, side] = result
 
             def clear(turn: jax.Array, _: None) -> None:
-                there = pl.ds((2 * turn + parity) * CHUNK, CHUNK)
+                there = pl.ds((first + 2 * turn + parity) * CHUNK, CHUNK)
                 for side in sides:
                     zeros = plgpu.layout_cast(jnp.zeros((CHUNK, SIDE), jnp.bfloat16), OUTPUT_LAYOUT)
                     output[row, there, head, side] = zeros
 
             turns = (chunks + 1 - parity) // 2
             lax.fori_loop(0, turns, serve, None)
-            lax.fori_loop(turns, tokens // CHUNK // 2, clear, None)
+            lax.fori_loop(turns, jnp.minimum(most, tokens // CHUNK - first) // 2, clear, None)
 
     tile = plgpu.SMEM((STAGES, CHUNK, channels), jnp.bfloat16, transforms=WIDE)
     square = plgpu.SMEM((STAGES, CHUNK, CHUNK), jnp.bfloat16, transforms=NARROW)
@@ -215,11 +234,11 @@ def recur(
         body,
         out_type=(
             jax.ShapeDtypeStruct((rows, tokens, heads, channels), qkvz.dtype),
-            jax.ShapeDtypeStruct(state.shape, jnp.float32),
-            jax.ShapeDtypeStruct((rows, max(captures, 1), heads, channels, channels), jnp.float32),
+            jax.ShapeDtypeStruct((rows, heads, channels, channels), jnp.float32),
+            jax.ShapeDtypeStruct((rows, captures, heads, channels, channels), jnp.float32),
         ),
-        grid=(heads, rows),
-        grid_names=("heads", "rows"),
+        grid=(heads, rows * segments),
+        grid_names=("heads", "pieces"),
         num_threads=4,
         thread_name="group",
         scratch_types=(

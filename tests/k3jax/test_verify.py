@@ -182,7 +182,7 @@ def test_files_that_cannot_be_used(tmp_path, arrays):
     with pytest.raises(GoldenError, match=r"text\.npz: cannot be read"):
         golden.read(tmp_path / "text.npz")
     np.savez(tmp_path / "other.npz", weights=np.zeros(3))
-    with pytest.raises(GoldenError, match="holds no prompt, expected names such as 0.input_ids"):
+    with pytest.raises(GoldenError, match=r"holds no prompt, expected names such as 0\.input_ids"):
         golden.read(tmp_path / "other.npz")
     np.savez(tmp_path / "ids.npz", **{"0.logits": arrays["0.logits"]})
     with pytest.raises(GoldenError, match=r"0\.input_ids is missing, expected a list of integers"):

@@ -40,3 +40,34 @@ def make_core(make_cache):
         return Core(SchedulerOptions(**defaults | options), cache, runner, clock=Clock(), ahead=ahead)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def model(tiny_config, random_tree):
+    from tests.serving.model_fixtures import build_model
+
+    return build_model(tiny_config, random_tree)
+
+
+@pytest.fixture(scope="session")
+def runner(model):
+    from tests.serving.model_fixtures import build_runner
+
+    return build_runner(model)
+
+
+@pytest.fixture(scope="session")
+def alone(runner):
+    """Answers of requests that have the engine to themselves, without a prefix cache."""
+    from tests.serving.model_fixtures import build_core, request, serve
+
+    answers = {}
+
+    def ask(tokens, max_tokens=6, **sampling):
+        key = (tuple(tokens), max_tokens, tuple(sampling.items()))
+        if key not in answers:
+            item = request(tokens, max_tokens, **sampling)
+            answers[key] = serve(build_core(runner, prefix_caching=False), item).said[0]
+        return answers[key]
+
+    return ask

@@ -1,0 +1,134 @@
+"""The loss of a DSpark draft: many blocks of a text in one pass, each seeing only the taps before its anchor.
+
+    sum_k w_k (0.1 CE(x_k) + 0.9 |q_k - p_k|_1 + BCE(confidence_k, 1 - |q_k - p_k|_1 / 2)),   w_k = exp(-k / 4)
+
+(DSpark paper, arXiv 2607.05147, section 4.) The target is frozen; the previous token of every row is the text's.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from k3jax.dspark import DSpark
+
+CROSS_ENTROPY, TOTAL_VARIATION, CONFIDENCE = 0.1, 0.9, 1.0
+DECAY = 4.0
+"""Rows after which a row's weight has fallen by e."""
+
+
+class Text(NamedTuple):
+    """Sequences with what the target made of them."""
+
+    ids: Int32[Array, "B S"]
+    features: Float[Array, "B S F"]
+    """Concatenated taps."""
+    hidden: Float[Array, "B S D"]
+    """Normalised final hidden states: the teacher's logits follow from them."""
+
+
+class DraftLosses(NamedTuple):
+    """Of one batch."""
+
+    loss: Float32[Array, ""]
+    cross_entropy: Float32[Array, ""]
+    variation: Float32[Array, ""]
+    """Weighted mean of the L1 distance between draft and target."""
+    confidence: Float32[Array, ""]
+    survival: Float32[Array, " G"]
+    """Mean chance that each row is accepted together with all before it."""
+
+    @property
+    def acceptance_length(self) -> Float32[Array, ""]:
+        """Expected tokens per step at temperature 1 under standard rejection, the following one included."""
+        return 1 + jnp.sum(self.survival)
+
+
+def block_hidden(
+    draft: DSpark,
+    features: Float[Array, "B S F"],
+    ids: Int32[Array, "B S"],
+    anchors: Int32[Array, "B A"],
+    embedding: Float[Array, "V D"],
+) -> Float[Array, "B A G D"]:
+    """Hidden states of the blocks that start at `anchors` (positions in the text)."""
+    batch, count = anchors.shape
+    width = draft.config.block_size
+    offset = jnp.arange(width, dtype=jnp.int32)
+    position = (anchors[:, :, None] + offset[None, None]).reshape(batch, -1)
+    masks = jnp.full((batch, count, width), draft.config.mask_token_id, jnp.int32)
+    block = masks.at[:, :, 0].set(jnp.take_along_axis(ids, anchors, axis=1)).reshape(batch, -1)
+    visible = visible_keys(anchors, features.shape[1], width, causal=draft.config.causal)
+    x, context = embedding[block], draft.context(features)
+    at = jnp.broadcast_to(jnp.arange(context.shape[1], dtype=jnp.int32)[None], context.shape[:2])
+    for layer in draft.layers:
+        x = layer(x, position, layer.attention.rows(context, at), visible)
+    return draft.norm(x).reshape(batch, count, width, -1)
+
+
+def visible_keys(anchors: Int32[Array, "B A"], context: int, width: int, *, causal: bool) -> Bool[Array, "B queries keys"]:
+    """A row sees the context before its anchor and the rows of its own block (in causal drafts up to itself)."""
+    batch, count = anchors.shape
+    before = jnp.arange(context, dtype=jnp.int32)[None, None] < jnp.repeat(anchors, width, axis=1)[:, :, None]
+    block = jnp.arange(count * width, dtype=jnp.int32) // width
+    own = block[:, None] == block[None, :]
+    own = jnp.tril(own) if causal else own
+    return jnp.concatenate([before, jnp.broadcast_to(own[None], (batch, *own.shape))], axis=-1)
+
+
+def losses(
+    draft: DSpark, text: Text, anchors: Int32[Array, "B A"], embedding: Float[Array, "V D"], head: Float[Array, "V D"]
+) -> DraftLosses:
+    """The loss over all blocks; rows whose label lies beyond the text do not count."""
+    width, size = draft.config.block_size, text.ids.shape[1]
+    hidden = block_hidden(draft, text.features, text.ids, anchors, embedding)
+    offset = jnp.arange(width, dtype=jnp.int32)[None, None]
+    at = anchors[:, :, None] + offset
+    valid = at + 1 < size
+    previous, labels = (_gather(text.ids, jnp.minimum(at + shift, size - 1)) for shift in (0, 1))
+    teacher = _gather(text.hidden, jnp.minimum(at, size - 1))
+    target = jax.nn.softmax(_project(jax.lax.stop_gradient(teacher), head), axis=-1)
+    logits, confidence = _teacher_forced(draft, hidden, previous, head)
+    logp = jax.nn.log_softmax(logits, axis=-1)
+    entropy = -jnp.take_along_axis(logp, labels[..., None], axis=-1)[..., 0]
+    variation = jnp.sum(jnp.abs(jnp.exp(logp) - target), axis=-1)
+    accept = jax.lax.stop_gradient(1 - variation / 2)
+    surprise = _binary_entropy(confidence, accept) if confidence is not None else jnp.zeros_like(entropy)
+    weight = jnp.broadcast_to(jnp.exp(-offset.astype(jnp.float32) / DECAY), valid.shape) * valid.astype(jnp.float32)
+    mean = [jnp.sum(weight * term) / jnp.sum(weight) for term in (entropy, variation, surprise)]
+    loss = CROSS_ENTROPY * mean[0] + TOTAL_VARIATION * mean[1] + CONFIDENCE * mean[2]
+    whole = jnp.all(valid, axis=-1).astype(jnp.float32)
+    survival = jnp.sum(jnp.cumprod(accept, axis=-1) * whole[..., None], axis=(0, 1)) / jnp.maximum(jnp.sum(whole), 1)
+    return DraftLosses(loss, *mean, survival)
+
+
+def _gather(values: Array, at: Int32[Array, "B A G"]) -> Array:
+    """values[b, at[b, a, g]]."""
+    return jax.vmap(lambda row, index: row[index])(values, at)
+
+
+def _project(hidden: Float[Array, "*batch D"], head: Float[Array, "V D"]) -> Float32[Array, "*batch V"]:
+    return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+
+
+def _teacher_forced(
+    draft: DSpark, hidden: Float[Array, "B A G D"], previous: Int32[Array, "B A G"], head: Float[Array, "V D"]
+) -> tuple[Float32[Array, "B A G V"], Float32[Array, "B A G"] | None]:
+    """Logits with the Markov bias of the text's own tokens, and confidence logits."""
+    batch, count, width, dim = hidden.shape
+    rows, before = hidden.reshape(-1, width, dim), previous.reshape(-1, width)
+    state = jnp.zeros((rows.shape[0], draft.markov.rank), rows.dtype)
+    logits, confidence = [], []
+    for k in range(width):
+        step = draft.markov(rows[:, k], before[:, k], state)
+        state = step.state
+        logits.append(_project(rows[:, k], head) + step.bias)
+        confidence.append(draft.confidence(rows[:, k], step.embedding))
+    shape = (batch, count, width)
+    sure = None if confidence[0] is None else jnp.stack(confidence, axis=1).reshape(shape)
+    return jnp.stack(logits, axis=1).reshape(*shape, -1), sure
+
+
+def _binary_entropy(logit: Float32[Array, "*batch"], chance: Float32[Array, "*batch"]) -> Float32[Array, "*batch"]:
+    return -(chance * jax.nn.log_sigmoid(logit) + (1 - chance) * jax.nn.log_sigmoid(-logit))

@@ -1,0 +1,129 @@
+"""Trains a DSpark draft on text that its target wrote."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float32, Int32
+
+from k3jax import params
+from k3jax.cache import Rows
+from k3jax.drafters import taps
+from k3jax.dspark import DSpark
+from k3jax.dspark_config import DSparkConfig
+from k3jax.dspark_params import draft_specs
+from k3jax.runtime import Model
+from k3jax.step import Graph
+from k3jax.train.draft_losses import DraftLosses, Text, losses
+from k3jax.train.optimizer import learning_rate, scale_by_adam
+
+CLIP = 1.0
+
+
+class DraftState(NamedTuple):
+    """Everything that a run needs to continue."""
+
+    step: Int32[Array, ""]
+    masters: params.Tree
+    """float32 parameters."""
+    optimizer: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a draft is trained (DeepSpec: AdamW without decay, 4 % warm-up, cosine, clip 1)."""
+
+    steps: int
+    peak: float = 6e-4
+    anchors: int = 64
+    """Blocks per sequence."""
+    seed: int = 0
+
+
+def create(config: DSparkConfig, seed: int) -> DraftState:
+    """Normal(0.02) matrices; the Markov head starts at zero, so that step 0 is a plain block draft."""
+    rng = np.random.default_rng(seed)
+    zero = draft_specs(config)["markov"]["head"].pieces[0].name
+
+    def fill(spec: params.ParamSpec) -> Array:
+        if spec.init == "ones":
+            return jnp.ones(spec.shape, jnp.float32)
+        if spec.init == "zeros" or spec.pieces[0].name == zero:
+            return jnp.zeros(spec.shape, jnp.float32)
+        return jnp.asarray(rng.standard_normal(spec.shape) * 0.02, jnp.float32)
+
+    masters = params.map_tree(fill, draft_specs(config))
+    return DraftState(jnp.zeros((), jnp.int32), masters, scale_by_adam().init(masters))
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "config"))
+def read(graph: Graph, leaves: tuple[Array, ...], config: DSparkConfig, ids: Int32[Array, "B S"]) -> Text:
+    """The target's taps and hidden states of whole sequences."""
+    batch, size = ids.shape
+    zero = jnp.zeros(batch, jnp.int32)
+    rows = Rows(zero, zero[:, None], zero, jnp.full(batch, size, jnp.int32))
+    output = graph.merge(leaves)(ids, rows, trace=True)
+    return Text(ids, taps(output.trace, config), output.hidden)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "graph"), donate_argnames="state")
+def train_step(
+    config: DSparkConfig,
+    graph: Graph,
+    leaves: tuple[Array, ...],
+    state: DraftState,
+    text: Text,
+    anchors: Int32[Array, "B A"],
+    rate: Float32[Array, ""],
+) -> tuple[DraftState, DraftLosses]:
+    """One AdamW step on one batch. Donates the state."""
+    target = graph.merge(leaves)
+    embedding, head = target.embedding[...], target.head[...]
+
+    def loss(masters: params.Tree) -> tuple[Array, DraftLosses]:
+        arrays = jax.tree.map(lambda master: master.astype(embedding.dtype), masters)
+        result = losses(DSpark(config, arrays), text, anchors, embedding, head)
+        return result.loss, result
+
+    gradient, result = jax.grad(loss, has_aux=True)(state.masters)
+    norm = jnp.sqrt(sum((jnp.sum(g * g) for g in jax.tree.leaves(gradient)), jnp.float32(0)))
+    scale = jnp.minimum(1.0, CLIP / jnp.maximum(norm, 1e-9))
+    gradient = jax.tree.map(lambda g: g * scale, gradient)
+    direction, moments = scale_by_adam().update(gradient, state.optimizer)
+    masters = jax.tree.map(lambda master, d: master - rate * d, state.masters, direction)
+    return DraftState(state.step + 1, masters, moments), result
+
+
+def draw_anchors(rng: np.random.Generator, rows: int, size: int, count: int) -> Int32[np.ndarray, "B A"]:
+    """Distinct positions of each row, ascending, that have a token behind them."""
+    picks = [np.sort(rng.choice(size - 1, min(count, size - 1), replace=False)) for _ in range(rows)]
+    return np.stack(picks).astype(np.int32)
+
+
+def train(
+    model: Model, config: DSparkConfig, state: DraftState, texts: Int32[np.ndarray, "N S"], recipe: Recipe, rows: int
+) -> Iterator[tuple[DraftState, DraftLosses]]:
+    """Steps from `state` to `recipe.steps`; what a step draws depends on its number alone, so a run may resume."""
+    for step in range(int(state.step), recipe.steps):
+        rng = np.random.default_rng((recipe.seed, step))
+        ids = jnp.asarray(texts[rng.integers(0, len(texts), rows)], jnp.int32)
+        text = read(model.graph, model.leaves, config, ids)
+        anchors = jnp.asarray(draw_anchors(rng, rows, ids.shape[1], recipe.anchors))
+        rate = jnp.float32(learning_rate(step, recipe.steps, recipe.peak))
+        state, result = train_step(config, model.graph, model.leaves, state, text, anchors, rate)
+        yield state, result
+
+
+def finished(config: DSparkConfig, state: DraftState, dtype: Any = jnp.bfloat16) -> DSpark:
+    """The draft in `dtype`."""
+    return DSpark(config, jax.tree.map(lambda master: master.astype(dtype), state.masters))
+
+
+def parameter_count(draft: DSpark) -> int:
+    """Numbers in a draft."""
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(draft)))

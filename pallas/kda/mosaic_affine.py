@@ -1,0 +1,126 @@
+"""Segments of a KDA sequence as affine maps of the state, on Mosaic GPU: S_out = S_in transition + local, S [value, key].
+
+The recurrence of `mosaic_state` without readings, run twice per segment side by side: from zero with the segment's values
+(the local state), and from the identity with no values (the transition). Few heads then still fill the chip: the segments'
+start states follow by composition, and the ordinary kernel runs all segments at the same time.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float32, Int32
+
+from pallas.kda.mosaic_intra import CHUNK, NARROW, PRODUCT, WIDE, Operands, over_columns
+from pallas.kda.mosaic_state import SIDE, STAGES, advance, emulated_advance, segment_chunks
+from pallas.kda.mosaic_token import CHANNELS, pl_ds
+
+COPIES = 6
+LOCAL, TRANSITION = 0, 1
+
+
+def segment_maps(
+    operands: Operands, length: Int32[Array, "B"], segments: int, interpret: Any = None
+) -> Float32[Array, "B P 2 H D D"]:
+    """Local state and transition of each segment, both [value, key]."""
+    rows, heads, tokens, channels = operands.pull.shape
+    most = segment_chunks(tokens, segments)
+    step = advance if interpret is None else emulated_advance
+
+    def body(pull, push, key, inverse, total, no_push, starts, lengths, maps, pulls, pushes, keys, inverses, totals, full, free):
+        head, group = lax.axis_index("heads"), lax.axis_index("group")
+        piece, kind = lax.axis_index("pieces") // 2, lax.axis_index("pieces") % 2
+        row, segment = piece // segments, piece % segments
+        first = segment * most
+        chunks = jnp.clip((lengths[row] + CHUNK - 1) // CHUNK - first, 0, most)
+
+        @pl.when(group < 2)
+        def _compute() -> None:
+            values = pl.ds(group * SIDE, SIDE)
+
+            def loop(chunk: jax.Array, state: jax.Array) -> jax.Array:
+                slot = chunk % STAGES
+                plgpu.barrier_wait(full.at[slot])
+
+                def decay(part: int) -> jax.Array:
+                    total = plgpu.load(totals.at[slot, part], layout=PRODUCT.reduce(0), optimized=False)
+                    return over_columns(total, PRODUCT, (SIDE, channels))
+
+                stage = (None, pulls.at[slot], pushes.at[slot, group], keys.at[slot], inverses.at[slot], None)
+                state, _ = step(state * decay(0), stage, lambda: None)
+                state = state * decay(1)
+                plgpu.barrier_arrive(free.at[slot])
+                return state
+
+            initial = plgpu.load(starts.at[kind, values], layout=PRODUCT, optimized=False)
+            maps[row, segment, kind, head, values] = lax.fori_loop(0, chunks, loop, initial)
+
+        @pl.when(group == 2)
+        def _fetch() -> None:
+            def fetch(chunk: jax.Array, _: None) -> None:
+                slot = chunk % STAGES
+
+                @pl.when(chunk >= STAGES)
+                def _reuse() -> None:
+                    plgpu.barrier_wait(free.at[slot])
+
+                ready, tokens = full.at[slot], pl.ds((first + chunk) * CHUNK, CHUNK)
+                for source, target in ((pull, pulls), (key, keys), (inverse, inverses)):
+                    plgpu.copy_gmem_to_smem(source.at[row, head, tokens], target.at[slot], ready)
+                plgpu.copy_gmem_to_smem(total.at[row, head, pl.ds(2 * (first + chunk), 2)], totals.at[slot], ready)
+                for side in range(2):
+                    columns = pl_ds(SIDE * side, SIDE)
+
+                    @pl.when(kind == LOCAL)
+                    def _values() -> None:
+                        plgpu.copy_gmem_to_smem(push.at[row, head, tokens, columns], pushes.at[slot, side], ready)
+
+                    @pl.when(kind == TRANSITION)
+                    def _none() -> None:
+                        plgpu.copy_gmem_to_smem(no_push, pushes.at[slot, side], ready)
+
+            lax.fori_loop(0, chunks, fetch, None)
+
+            def drain(chunk: jax.Array, _: None) -> None:
+                plgpu.barrier_wait(free.at[chunk % STAGES])
+
+            lax.fori_loop(jnp.maximum(chunks - STAGES, 0), chunks, drain, None)
+
+    starts = jnp.stack([jnp.zeros((channels, channels)), jnp.eye(channels)]).astype(jnp.float32)
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((rows, segments, 2, heads, channels, channels), jnp.float32),
+        grid=(heads, rows * segments * 2),
+        grid_names=("heads", "pieces"),
+        num_threads=3,
+        thread_name="group",
+        scratch_types=(
+            plgpu.SMEM((STAGES, CHUNK, channels), jnp.bfloat16, transforms=WIDE),
+            plgpu.SMEM((STAGES, 2, CHUNK, SIDE), jnp.bfloat16, transforms=NARROW),
+            plgpu.SMEM((STAGES, CHUNK, channels), jnp.bfloat16, transforms=NARROW),
+            plgpu.SMEM((STAGES, CHUNK, CHUNK), jnp.bfloat16, transforms=NARROW),
+            plgpu.SMEM((STAGES, 2, channels), jnp.float32),
+            plgpu.Barrier(num_arrivals=COPIES, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        ),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True, unsafe_no_auto_barriers=True
+        ),
+        interpret=interpret,
+        kernel_name="kda_segments",
+    )(
+        operands.pull, operands.push, operands.key, operands.inverse, operands.total,
+        jnp.zeros((CHUNK, SIDE), jnp.bfloat16), starts, length,
+    )
+
+
+def start_states(state: Float32[Array, "B H D D"], maps: Float32[Array, "B P 2 H D D"]) -> Float32[Array, "B P H D D"]:
+    """The state before each segment, from the one before the first; all [value, key]."""
+    states = [state]
+    for segment in range(maps.shape[1] - 1):
+        local, transition = maps[:, segment, LOCAL], maps[:, segment, TRANSITION]
+        states.append(jnp.matmul(states[-1], transition, precision=lax.Precision.HIGHEST) + local)
+    return jnp.stack(states, axis=1)
