@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import jax.numpy as jnp
+import numpy as np
 
 from k3jax import params, sharding, tokenizer
 from k3jax import prompt as prompt_module
@@ -140,6 +141,6 @@ def _request(model: Model, text: Prompt, name: str, max_tokens: int, stop_ids: t
 def _row_seeds(sampling: SamplingOptions, rows: int) -> SamplingOptions:
     """One seed per row, so that a repeated prompt gets different answers."""
     seed = sampling.get("seed", 0)
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        return sampling
-    return {**sampling, "seed": [(seed + row) % 2**32 for row in range(rows)]}
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        return sampling  # a list of seeds, or one that `Sampling.of` will refuse
+    return {**sampling, "seed": [(int(seed) + row) % 2**32 for row in range(rows)]}

@@ -97,6 +97,7 @@ def _require_ids(path: str | Path, case: Case) -> None:
         ids = case.arrays.get(kind)
         if ids is None and kind == "decode_ids" and not any(name.startswith(DECODE) for name in case.arrays):
             continue
-        if ids is None or ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        integers = ids is not None and (np.issubdtype(ids.dtype, np.integer) or ids.size == 0)
+        if ids is None or ids.ndim != 1 or not integers:
             shown = "missing" if ids is None else f"{ids.dtype} {list(ids.shape)}"
             raise GoldenError(f"{path}: {case.name}.{kind} is {shown}, expected a list of integers")

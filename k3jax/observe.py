@@ -86,8 +86,12 @@ def observe_forced(
 def _collect(output: step.Forward, progress: Progress, tokens: int, decode_ids: Sequence[int]) -> States:
     prompt = _prompt_states(output, progress.cache, tokens)
     logits, cache = feed_each(progress, decode_ids)
-    after = (kda_states(cache), conv_states(cache)) if len(decode_ids) else ({}, {})
-    return States(**prompt, decode_logits=logits, kda_state_after_decode=after[0], conv_state_after_decode=after[1])
+    return States(
+        **prompt,
+        decode_logits=logits,
+        kda_state_after_decode=kda_states(cache),
+        conv_state_after_decode=conv_states(cache),
+    )
 
 
 def in_chunks(

@@ -87,7 +87,7 @@ def run(main: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("\ninterrupted" if sys.stdout.isatty() else "interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # Python would complain once more while flushing at exit.

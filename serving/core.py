@@ -42,8 +42,12 @@ class Core:
         *,
         clock: Callable[[], float] = time.monotonic,
         ahead: int = 1,
+        check: Callable[[Request], None] = lambda request: None,
     ) -> None:
-        """`ahead`: steps that may be in flight while another one is planned; 0 waits for each."""
+        """`ahead`: steps that may be in flight while another one is planned; 0 waits for each.
+
+        `check` raises `RequestError` for what the model cannot do.
+        """
         self.options, self.cache, self.runner, self.clock = options, cache, runner, clock
         self.scheduler = Scheduler(options, cache)
         self.counters = cache.counters
@@ -53,15 +57,14 @@ class Core:
         self._deadlines = Deadlines()
         self._order = itertools.count()
         self._roots: dict[str, bytes] = {}
-        self._ahead = ahead
+        self._ahead, self._check_model = ahead, check
 
     def submit(self, request: Request, path: Path | None = None) -> Sequence:
         """Queues a request. `path` replaces the chain of its tokens' digests (for simulation).
 
         Raises `RequestError` for a request that can never run and `QueueFull` when too much waits already.
         """
-        self._check(request)
-        self.scheduler.waiting.require_room(len(request.tokens))
+        self.check(request)
         now = self.clock()
         kind = classify(self.options.classes, len(request.tokens)).name
         sequence = Sequence(request, path or self._chain(request), now, next(self._order), kind)
@@ -75,7 +78,8 @@ class Core:
         root = self._roots.setdefault(request.salt, root_digest(self.options.model_id, request.salt))
         return HashChain(root, self.cache.options.unit, request.tokens, request.images)
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raises what `submit` would raise; may be called from any thread."""
         limit = self.options.max_length
         fits = self.cache.pages.capacity * self.cache.options.page_size
         whole = len(request.tokens) + request.max_tokens
@@ -89,6 +93,8 @@ class Core:
         for text, wrong in problems.items():
             if wrong:
                 raise RequestError(text)
+        self._check_model(request)
+        self.scheduler.waiting.require_room(len(request.tokens))
 
     def cancel(self, id: str, reason: FinishReason = "abort") -> Output | None:
         """Ends a request at any moment; None when there is no such request (any more)."""

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from k3jax import sampling
 from k3jax.cache import K3Cache, KdaCache, Leaf, MlaCache, Rows
 from k3jax.step import Graph, last_hidden
+from pallas.mla import write_pages
 
 SETTINGS = tuple(field.name for field in dataclasses.fields(sampling.Sampling))
 SCALARS = 8
@@ -136,7 +137,8 @@ def prefill(
         boundary_slot=given.boundary_slot,
     )
     model = graph.merge(leaves)
-    output = model(given.ids, rows, copy_pages(state.cache, given.copy_from, given.copy_to))
+    ready = clear_padding(copy_pages(state.cache, given.copy_from, given.copy_to), rows, layout.tokens)
+    output = model(given.ids, rows, ready)
     cache = graph.place(output.cache)
     assert cache is not None
     logits = graph.replicate(model.logits(last_hidden(output.hidden, rows)))
@@ -208,6 +210,20 @@ def copy_pages(cache: K3Cache, source: Int32[Array, " R"], target: Int32[Array, 
         return MlaCache(entry.latent.at[place].set(entry.latent[source], mode="drop"))
 
     return K3Cache(tuple(copy(entry) if isinstance(entry, MlaCache) else entry for entry in cache.layers))
+
+
+def clear_padding(cache: K3Cache, rows: Rows, tokens: int) -> K3Cache:
+    """Zeros where the padding of a chunk looks: a NaN that another request has left there would reach real tokens.
+
+    Attention gives such positions the weight zero, and zero times NaN is NaN.
+    """
+    padding = ~rows.valid(tokens) & (rows.query_length > 0)[:, None]
+
+    def clear(entry: MlaCache) -> MlaCache:
+        zeros = jnp.zeros((*padding.shape, entry.latent.shape[-1]), entry.latent.dtype)
+        return MlaCache(write_pages(entry.latent, zeros, rows.page_table, rows.length, padding))
+
+    return K3Cache(tuple(clear(entry) if isinstance(entry, MlaCache) else entry for entry in cache.layers))
 
 
 def finite_slots(cache: K3Cache, slot: Int32[Array, "R N"]) -> Bool[Array, "R N"]:

@@ -60,12 +60,13 @@ class JaxRunner:
         if any(shape.tokens < 2 for shape in options.shapes):
             raise ValueError("a prefill shape has one token per row, expected at least 2: one token is a decode step")
         self.model, self.options, self.cache_options = model, options, cache
-        self.state = self._fresh_state()
+        self.state = self.new_state()
         self.compile_seconds = 0.0
         self._watch = Compilations()
         self._warm = False
 
-    def _fresh_state(self) -> device.DeviceState:
+    def new_state(self) -> device.DeviceState:
+        """Empty pools and rows."""
         model, rows = self.model, self.options.rows
         sizes = self.cache_options
         history = History.of([[]] * rows, model.config.vocab_size)

@@ -110,6 +110,43 @@ class Baseline:
 
 
 @dataclasses.dataclass(frozen=True)
+class Draft:
+    """Let a checkpoint write texts and train a DSpark draft on them; goes on where its --out folder stopped.
+
+    Example: python -m k3jax.train draft --checkpoint checkpoints/nano --out draft-run --steps 2000
+    """
+
+    checkpoint: Path
+    """The target, with its tokenizer."""
+    out: Path
+    """Folder of texts, log, saved states and the finished draft."""
+    steps: int
+    rows: int = 16
+    """Texts per step."""
+    anchors: int = 64
+    """Blocks per text."""
+    peak: float = 1e-3
+    """Largest learning rate."""
+    texts: int = 2048
+    """Texts to write, once."""
+    length: int = 256
+    """Tokens per text."""
+    block: int = 7
+    """Tokens drafted per step."""
+    layers: int = 2
+    """Layers of the draft."""
+    rank: int = 64
+    """Width of the Markov head."""
+    save_every: int = 500
+    """Steps between saved states."""
+    limit_mb: float = 8.0
+    """Training files to take beginnings of texts from."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the target."""
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Draw:
     """Draw the curves of one or more runs.
 
@@ -129,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import tyro
 
     command = tyro.cli(
-        Prepare | Pretrain | Baseline | Draw,
+        Prepare | Pretrain | Baseline | Draft | Draw,
         prog="python -m k3jax.train",
         description=__doc__,
         args=arguments,
@@ -137,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     from k3jax.train.programs import TrainingError
 
-    run: Any = {Prepare: _prepare, Pretrain: _pretrain, Baseline: _baseline, Draw: _draw}[type(command)]
+    run: Any = {Prepare: _prepare, Pretrain: _pretrain, Baseline: _baseline, Draft: _draft, Draw: _draw}[type(command)]
     try:
         run(command)
     except UsageError as error:
@@ -211,6 +248,29 @@ def _baseline(command: Baseline) -> None:
         print(text)
     else:
         command.out.write_text(text + "\n", encoding="utf-8")
+
+
+def _draft(command: Draft) -> None:
+    import numpy as np
+
+    from checkpoints import orbax_adapter
+    from k3jax import api
+    from k3jax.train import corpus, draft_program, tokens
+
+    model = api.load(command.checkpoint, dtype=command.dtype)
+    if model.tokenizer is None:
+        raise UsageError(f"{command.checkpoint} has no tokenizer, expected the one that the target was trained with")
+    encoder = model.tokenizer
+    sources = [source for source in corpus.collect(_bytes(command.limit_mb)) if not source.held_out]
+    documents = (np.asarray(encoder.encode(source.text), np.uint16) for source in sources)
+    config = draft_program.draft_config(
+        model.config, block_size=command.block, num_layers=command.layers, markov_rank=command.rank
+    )
+    names = ("out", "steps", "rows", "anchors", "peak", "texts", "length", "save_every", "seed")
+    plan = draft_program.Plan(**{name: getattr(command, name) for name in names})
+    prompts = draft_program.prompts_from(tokens.pack(documents, model.config.bos_token_id + 1), plan)
+    state = draft_program.run(model, config, prompts, plan, orbax_adapter.write, orbax_adapter.read)
+    print(draft_program.summary(plan, state, config))
 
 
 def _draw(command: Draw) -> None:

@@ -34,7 +34,7 @@ def router_scores(x: Array, router: Array) -> Float32[Array, "N E"]:
 
 
 def required_bias(scores: Float32[Array, "N E"], bias: Float32[Array, " E"], k: int) -> Float32[Array, "N E"]:
-    """r = alpha - s. Raises `ValueError` unless 0 < k < E: with k = E there is no cutoff."""
+    """R = alpha - s. Raises `ValueError` unless 0 < k < E: with k = E there is no cutoff."""
     if not 0 < k < scores.shape[1]:
         raise ValueError(f"k is {k} with {scores.shape[1]} experts; expected 0 < k < number of experts")
     top, _ = jax.lax.top_k(scores + bias[None], k + 1)

@@ -9,7 +9,6 @@ import numpy as np
 from k3jax.train.forward import Batch
 from k3jax.train.tokens import CHAT, SIZES, TRAINING, VALIDATION, Windows
 
-
 Batches = Callable[[int], Batch]
 """A pure function from the step of a phase to its batch (NumPy arrays)."""
 

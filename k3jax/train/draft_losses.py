@@ -67,7 +67,9 @@ def block_hidden(
     return draft.norm(x).reshape(batch, count, width, -1)
 
 
-def visible_keys(anchors: Int32[Array, "B A"], context: int, width: int, *, causal: bool) -> Bool[Array, "B queries keys"]:
+def visible_keys(
+    anchors: Int32[Array, "B A"], context: int, width: int, *, causal: bool
+) -> Bool[Array, "B queries keys"]:
     """A row sees the context before its anchor and the rows of its own block (in causal drafts up to itself)."""
     batch, count = anchors.shape
     before = jnp.arange(context, dtype=jnp.int32)[None, None] < jnp.repeat(anchors, width, axis=1)[:, :, None]

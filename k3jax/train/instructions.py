@@ -55,8 +55,7 @@ def third_person(sentence: str) -> str | None:
 
 
 _NOT_VERBS = frozenset(
-    "a an the this that these those it its if when whether true false none see not no for from in on of to "
-    "helper function method class internal private same like note all any each given deprecated alias default".split()
+    ["a", "an", "the", "this", "that", "these", "those", "it", "its", "if", "when", "whether", "true", "false", "none", "see", "not", "no", "for", "from", "in", "on", "of", "to", "helper", "function", "method", "class", "internal", "private", "same", "like", "note", "all", "any", "each", "given", "deprecated", "alias", "default"]
 )
 
 

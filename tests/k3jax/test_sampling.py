@@ -210,3 +210,9 @@ def test_tiny_temperatures_are_greedy():
     params = Sampling.of(ROWS, temperature=GREEDY_BELOW / 2)
     got = sample_jit(logits, params, History.of([[1]] * ROWS, VOCAB), jnp.ones(ROWS, bool))
     assert got.token.tolist() == np.asarray(logits).argmax(-1).tolist()
+
+
+def test_numpy_values_are_taken():
+    params = Sampling.of(2, temperature=np.float32(0.5), seed=np.asarray([3, 4]))
+    assert params.temperature.tolist() == [0.5, 0.5]
+    assert params.seed.tolist() == [3, 4]

@@ -101,6 +101,12 @@ def test_a_difference_in_any_array_is_found(door, tmp_path, arrays, name):
     assert f"worst {worst}: ours " in found[name].detail
 
 
+def test_an_empty_decode_part_passes(door, tmp_path, arrays):
+    empty = {"1.decode_ids": np.zeros(0), "1.decode_logits": np.zeros((0, 512))}
+    empty["1.kda_state_after_decode.0"] = door.states(PROMPT[:1]).kda_state[0]
+    assert failures(door, tmp_path, arrays | empty) == {}
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_values_that_are_not_finite_fail(door, tmp_path, arrays, value):
     changed = arrays["0.logits"].copy()

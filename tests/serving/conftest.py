@@ -61,13 +61,16 @@ def alone(runner):
     """Answers of requests that have the engine to themselves, without a prefix cache."""
     from tests.serving.model_fixtures import build_core, request, serve
 
-    answers = {}
+    answers, memory = {}, {"spare": runner.new_state()}
 
     def ask(tokens, max_tokens=6, **sampling):
         key = (tuple(tokens), max_tokens, tuple(sampling.items()))
         if key not in answers:
+            # Device memory of its own: the engine under test keeps what it has cached.
+            runner.state, memory["kept"] = memory["spare"], runner.state
             item = request(tokens, max_tokens, **sampling)
             answers[key] = serve(build_core(runner, prefix_caching=False), item).said[0]
+            runner.state, memory["spare"] = memory["kept"], runner.state
         return answers[key]
 
     return ask

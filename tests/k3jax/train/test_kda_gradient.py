@@ -66,7 +66,7 @@ def test_chunked_gradient_equals_the_recurrent_one() -> None:
     with jax.enable_x64(True):
 
         def slow(operands: dict) -> jax.Array:
-            output, state = recurrence(*operands.values(), jnp.asarray(length))
+            output, state = recurrence(**operands, length=jnp.asarray(length))
             return jnp.sum(output * output_weight) + jnp.sum(state * state_weight)
 
         expected = jax.grad(slow)({name: jnp.asarray(value, jnp.float64) for name, value in operands.items()})

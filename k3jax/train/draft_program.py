@@ -1,0 +1,152 @@
+"""`python -m k3jax.train draft`: the target writes texts, a draft learns to foresee them."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
+
+from k3jax import draft_files
+from k3jax.config import K3Config
+from k3jax.dspark_config import DraftGqa, DSparkConfig, Rope
+from k3jax.generation import Decoding, Request
+from k3jax.runtime import Model
+from k3jax.sampling import Sampling
+from k3jax.train import draft_run
+from k3jax.train.report import Journal
+from k3jax.train.run import Load, Save, state_tree
+
+TEXTS = "texts.npy"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to train and on how much text."""
+
+    out: Path
+    steps: int
+    rows: int = 16
+    """Texts per step."""
+    anchors: int = 64
+    """Blocks per text."""
+    peak: float = 1e-3
+    texts: int = 2048
+    length: int = 256
+    """Tokens per text, the prompt included."""
+    prompt: int = 16
+    """Tokens of real text that each one starts with."""
+    together: int = 256
+    """Texts written at a time."""
+    save_every: int = 500
+    seed: int = 0
+
+
+def draft_config(target: K3Config, *, block_size: int = 7, num_layers: int = 2, markov_rank: int = 64) -> DSparkConfig:
+    """A small draft for a small target: taps at a quarter, a half and three quarters of its depth."""
+    depth = target.num_layers
+    head_dim = 32
+    return DSparkConfig(
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=2 * target.hidden_size,
+        num_layers=num_layers,
+        attention=DraftGqa(num_heads=max(1, target.hidden_size // head_dim), num_kv_heads=1, head_dim=head_dim),
+        rope=Rope(theta=1e4, interleaved=False),
+        norm_eps=target.norm_eps,
+        target_layer_ids=tuple(sorted({depth // 4, depth // 2, 3 * depth // 4})),
+        mask_token_id=target.pad_token_id,
+        block_size=block_size,
+        markov_rank=markov_rank,
+        markov_kind="vanilla",
+        confidence=True,
+        confidence_with_markov=True,
+    )
+
+
+def write_texts(model: Model, prompts: Int32[np.ndarray, "N P"], plan: Plan) -> Int32[np.ndarray, "N S"]:
+    """Continues each prompt at temperature 1 to `plan.length` tokens; ends of documents do not stop a text."""
+    texts = np.zeros((len(prompts), plan.length), np.int32)
+    texts[:, : prompts.shape[1]] = prompts
+    filled = np.full(len(prompts), prompts.shape[1])
+    for first in range(0, len(prompts), plan.together):
+        rows = range(first, min(first + plan.together, len(prompts)))
+        requests = [Request(prompts[row].tolist(), plan.length - prompts.shape[1], ()) for row in rows]
+        sampling = Sampling.of(len(requests), temperature=1.0, seed=[plan.seed * 1_000_003 + row for row in rows])
+        for event in Decoding(model, requests, sampling):
+            row = first + event.row
+            texts[row, filled[row]] = event.token
+            filled[row] += 1
+    return texts
+
+
+def run(
+    model: Model,
+    config: DSparkConfig,
+    prompts: Int32[np.ndarray, "N P"],
+    plan: Plan,
+    save: Save,
+    load: Load,
+) -> draft_run.DraftState:
+    """Writes the texts (once), trains, and saves the draft; progress goes to `log.jsonl`.
+
+    Goes on from the latest saved state in `plan.out`, if there is one.
+    """
+    plan.out.mkdir(parents=True, exist_ok=True)
+    stored = plan.out / TEXTS
+    with Journal(plan.out / "log.jsonl") as journal:
+        if stored.is_file():
+            texts = np.load(stored)
+        else:
+            started = time.monotonic()
+            texts = write_texts(model, prompts, plan)
+            np.save(stored, texts)
+            journal.write("texts", rows=len(texts), tokens=int(texts.size), took=round(time.monotonic() - started, 1))
+        state = _resume(plan, draft_run.create(config, plan.seed), load)
+        recipe = draft_run.Recipe(steps=plan.steps, peak=plan.peak, anchors=plan.anchors, seed=plan.seed)
+        start = state
+        for state, result in draft_run.train(model, config, start, texts, recipe, plan.rows):
+            step = int(state.step)
+            if step % 20 == 0 or step == plan.steps:
+                journal.write("step", step=step, total=plan.steps, **_figures(result))
+            if step % plan.save_every == 0 or step == plan.steps:
+                save(plan.out / f"state-{step:06d}", state_tree(state))
+    draft_files.save(plan.out / "draft", config, state.masters)
+    return state
+
+
+def _resume(plan: Plan, fresh: draft_run.DraftState, load: Load) -> draft_run.DraftState:
+    """The latest complete state of the run, otherwise `fresh`."""
+    saved = sorted(path for path in plan.out.glob("state-*") if path.name.removeprefix("state-").isdigit())
+    if not saved:
+        return fresh
+    tree = state_tree(fresh)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    restored = load(saved[-1], abstract)
+    return jax.tree.unflatten(jax.tree.structure(fresh), [restored[key] for key in sorted(restored)])
+
+
+def _figures(result: draft_run.DraftLosses) -> dict[str, float]:
+    values = jax.device_get(result)
+    names = ("loss", "cross_entropy", "variation", "confidence")
+    figures = {name: round(float(getattr(values, name)), 4) for name in names}
+    return figures | {"acceptance_length": round(float(1 + np.sum(values.survival)), 3)}
+
+
+def prompts_from(tokens: np.ndarray, plan: Plan) -> Int32[np.ndarray, "N P"]:
+    """Windows of real text at random places."""
+    rng = np.random.default_rng(plan.seed)
+    starts = rng.integers(0, len(tokens) - plan.prompt, plan.texts)
+    return np.stack([tokens[start : start + plan.prompt] for start in starts]).astype(np.int32)
+
+
+def summary(plan: Plan, state: draft_run.DraftState, config: DSparkConfig) -> str:
+    """One line for the terminal."""
+    draft = draft_run.finished(config, state, jnp.bfloat16)
+    count = draft_run.parameter_count(draft)
+    return json.dumps({"draft": str(plan.out / "draft"), "steps": int(state.step), "parameters": count})
