@@ -5,6 +5,7 @@ for piece in k3jax.generate(model, "def main(", max_tokens=64):
     print(piece, end="", flush=True)
 """
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -14,7 +15,12 @@ import numpy as np
 
 from k3jax import params, sharding, tokenizer
 from k3jax import prompt as prompt_module
-from k3jax.config import K3Config
+from k3jax.config import ConfigError, K3Config
+from k3jax.config_hf import listing
+from k3jax.drafters import Draft, DSparkDrafter, NgramDrafter
+from k3jax.dspark import DSpark
+from k3jax.dspark_config import DSparkConfig
+from k3jax.dspark_params import IGNORED, draft_specs
 from k3jax.generation import Decoding, Request
 from k3jax.prompt import Prompt, PromptError
 from k3jax.results import Result, Statistics
@@ -35,7 +41,12 @@ __all__ = [
     "Stream",
     "generate",
     "load",
+    "load_draft",
 ]
+
+
+NGRAM_BLOCK = 7
+"""Tokens that prompt lookup proposes per step."""
 
 
 def shipped_checkpoint() -> Path:
@@ -52,12 +63,14 @@ def load(
     mesh: str | None = None,
     implementation: Implementation = None,
     max_length: int | None = None,
+    draft: str | Path | None = None,
 ) -> Model:
     """Loads a checkpoint (default: the shipped nano) and the tokenizer in its directory, if there is one.
 
     `dtype` is that of activations and of the weights that are not fixed in float32 or MXFP4; float32 computes at full
     precision. `mesh` names a preset of `sharding.PRESETS`. `implementation` forces one kernel backend. `max_length`
-    caps prompt and output together (default: the model's own limit).
+    caps prompt and output together (default: the model's own limit). `draft` makes decoding speculative: a DSpark
+    directory, "auto" for the one named NAME-dspark beside the checkpoint if it exists, or "ngram" for prompt lookup.
     Raises `CheckpointError`, `ConfigError`, `ShardingError` or `ValueError`, each naming what is wrong.
     """
     import checkpoints
@@ -72,7 +85,7 @@ def load(
         config = read_config(root)
         placement = layout.parameters(params.model_specs(config))
     config, tree = checkpoints.load(root, config, dtype=dtype, shardings=placement)
-    return Model.of(
+    model = Model.of(
         config,
         tree,
         tokenizer=_tokenizer(root),
@@ -81,6 +94,39 @@ def load(
         max_length=max_length,
         path=root,
     )
+    return dataclasses.replace(model, draft=_draft(model, root, draft))
+
+
+def _draft(model: Model, root: Path, which: str | Path | None) -> Draft | None:
+    """The draft that `load` was asked for."""
+    if which is None or which == "none":
+        return None
+    if which == "ngram":
+        return Draft(NgramDrafter(block_size=NGRAM_BLOCK), ())
+    if which == "auto":
+        path = root.with_name(f"{root.name}-dspark")
+        return load_draft(path, model) if path.is_dir() else None
+    return load_draft(which, model)
+
+
+def load_draft(path: str | Path, model: Model) -> Draft:
+    """Loads a DSpark draft for `model`, in the model's dtype.
+
+    Raises `ConfigError` or `CheckpointError` with everything that is wrong, a draft of another target included.
+    """
+    from checkpoints.checking import require, tensor_problems
+    from checkpoints.source import find_source
+    from checkpoints.streaming import load_tree
+
+    config = DSparkConfig.from_file(path)
+    if problems := list(config.misfits(model.config)):
+        raise ConfigError(listing(f"{path} is not a draft of this model", problems))
+    source, problems = find_source(path)
+    specs = draft_specs(config, set(source.tensors))
+    skipped = tuple(name for name in IGNORED if name not in params.hf_tensors(specs))
+    require(path, source, [*problems, *tensor_problems(source, params.hf_tensors(specs), skipped)])
+    draft = DSpark(config, model.place(load_tree(source, specs, dtype=model.dtype)))
+    return Draft(*DSparkDrafter.of(draft))
 
 
 def _tokenizer(root: Path) -> tokenizer.Tokenizer | None:
@@ -126,7 +172,7 @@ def generate(
     settings = Sampling.of(len(requests), **_row_seeds(sampling, len(requests)))
     writers = [Writer(model.tokenizer, stops, len(request.ids)) for request in requests]
     ids_only = as_ids or model.tokenizer is None
-    return Stream(Decoding(model, requests, settings), writers, as_ids=ids_only, batch=batch)
+    return Stream(Decoding(model, requests, settings, model.draft), writers, as_ids=ids_only, batch=batch)
 
 
 def _request(model: Model, text: Prompt, name: str, max_tokens: int, stop_ids: tuple[int, ...]) -> Request:

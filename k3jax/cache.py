@@ -69,7 +69,6 @@ class KdaCache:
 
     def read(self, rows: Rows) -> "KdaCache":
         """State and window of each row; zeros for rows that start a sequence."""
-
         source = rows.active_slot if rows.source is None else rows.source
 
         def take(pool: Array) -> Array:

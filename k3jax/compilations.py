@@ -28,13 +28,13 @@ class Compilations:
     ) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(*args)`, with its tracing, lowering and compilation added to `seconds`.
+    def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """`function(*args, **options)`, with its tracing, lowering and compilation added to `seconds`.
 
         Wall time would not do: a call that compiles may also wait for the device.
         """
         self._tracing = self._rest = 0.0
-        result = function(*args)
+        result = function(*args, **options)
         self.seconds += self._tracing + self._rest
         return result
 

@@ -75,7 +75,7 @@ class Options:
     json: bool = False
     """Print one JSON record instead of streaming."""
     draft: str | None = None
-    """Not available yet."""
+    """Decode speculatively: a DSpark directory, "auto" for NAME-dspark beside the checkpoint, "ngram", or "none"."""
     image: str | None = None
     """Not available yet."""
 
@@ -129,9 +129,10 @@ def decode(options: Options) -> int:
 
 def _refuse(options: Options) -> None:
     """Names what cannot be used, before anything is loaded."""
-    for flag, what in (("draft", "speculative decoding"), ("image", "image input")):
-        if getattr(options, flag) is not None:
-            raise program.UsageError(f"--{flag} is not available: {what} is not implemented yet; leave it out")
+    if options.image is not None:
+        raise program.UsageError("--image is not available: image input is not implemented yet; leave it out")
+    if options.draft not in (None, "auto", "none", "ngram"):
+        program.require_path(Path(options.draft), "draft")
     if options.system is not None and not options.chat:
         raise program.UsageError("--system needs --chat")
     if options.chat and options.stop:
@@ -173,6 +174,7 @@ def load(options: Options) -> "Model":
         mesh=options.mesh,
         implementation=options.implementation,
         max_length=options.max_length,
+        draft=options.draft,
     )
 
 
@@ -228,6 +230,7 @@ def table(stream: "Stream[Any]") -> str:
         f"prefill      {figures.prefill_tokens_per_second:.1f} tokens/s "
         f"({figures.prompt_tokens} tokens in {figures.prefill_seconds:.2f} s)\n"
         f"decode       {figures.milliseconds_per_token:.2f} ms/token ({figures.completion_tokens} tokens)\n"
+        f"per step     {figures.tokens_per_step:.2f} tokens, {figures.milliseconds_per_step:.2f} ms\n"
         f"first token  {figures.first_token_seconds:.2f} s, compilation included\n"
         f"compilation  {figures.compile_seconds:.2f} s ({figures.compilations} programs), in neither rate\n"
         f"weights      {figures.weight_bytes / mebibyte:.1f} MiB\n"

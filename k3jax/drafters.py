@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from k3jax import sampling
+from k3jax.acceptance import Rule
 from k3jax.cache import Rows
 from k3jax.dspark import DSpark, Pools
 from k3jax.dspark_config import DSparkConfig
@@ -167,3 +168,11 @@ class NgramDrafter:
         column = jnp.where(rows.valid(tokens), position, context.shape[1])
         row = jnp.broadcast_to(jnp.arange(context.shape[0], dtype=jnp.int32)[:, None], column.shape)
         return context.at[row, column].set(step.ids, mode="drop")
+
+
+class Draft(NamedTuple):
+    """What proposes tokens for a model, and how they are accepted."""
+
+    drafter: Drafter
+    leaves: tuple[Array, ...]
+    rule: Rule = "block"

@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from k3jax.config import ConfigError, read_json
+from k3jax.config import ConfigError, K3Config, read_json
 from k3jax.config_hf import INERT, listing
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -110,6 +110,17 @@ class DSparkConfig:
     def features(self) -> int:
         """Width of the concatenated taps."""
         return len(self.target_layer_ids) * self.target_hidden_size
+
+    def misfits(self, target: K3Config) -> Iterator[str]:
+        """Why this is not a draft of `target`, one sentence each."""
+        if self.vocab_size != target.vocab_size:
+            yield f"vocab_size is {self.vocab_size}, the target's is {target.vocab_size}"
+        if self.draft_vocab_size != self.vocab_size:
+            yield f"draft_vocab_size is {self.draft_vocab_size}, a reduced draft vocabulary is not implemented"
+        if self.target_hidden_size != target.hidden_size:
+            yield f"target_hidden_size is {self.target_hidden_size}, the target's hidden_size is {target.hidden_size}"
+        if self.target_layer_ids[-1] >= target.num_layers:
+            yield f"target_layer_ids is {list(self.target_layer_ids)}, the target has {target.num_layers} layers"
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], block_size: int | None = None) -> "DSparkConfig":

@@ -7,7 +7,7 @@ only tokens, log-probabilities and two flags per row come back. The step itself 
 import collections
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,11 @@ from jaxtyping import Array, Float, Int32
 from k3jax import buckets, step
 from k3jax.cache import K3Cache, Rows
 from k3jax.compilations import Compilations
+from k3jax.drafters import Draft
 from k3jax.results import FinishReason, Statistics
 from k3jax.runtime import Model
 from k3jax.sampling import History, Sampling
+from k3jax.stepping import Emission, PlainStepper, SpeculativeStepper, Stepper, copy_to_host
 
 
 class Event(NamedTuple):
@@ -56,16 +58,22 @@ def _keep_last(
 class Decoding:
     """A batch on its way. Iterate for events; `statistics` are complete afterwards."""
 
-    def __init__(self, model: Model, requests: Sequence[Request], sampling: Sampling) -> None:
-        """`sampling` has one row per request."""
+    def __init__(
+        self, model: Model, requests: Sequence[Request], sampling: Sampling, draft: Draft | None = None
+    ) -> None:
+        """`sampling` has one row per request; with a `draft` decoding is speculative."""
         self._model, self._requests = model, list(requests)
         self._batch = buckets.power_of_two(len(requests))
-        self._params = model.place(_pad_rows(sampling, self._batch))
-        self._stop_ids = model.place(_stop_table(self._requests, self._batch))
+        self._clock = _Clock()
+        arrays = model.place((_pad_rows(sampling, self._batch), _stop_table(self._requests, self._batch)))
+        self._stepper: Stepper = (
+            PlainStepper(model, *arrays, self._clock.compilations)
+            if draft is None
+            else SpeculativeStepper(model, draft, *arrays, self._clock.compilations)
+        )
         self._remaining = np.asarray([request.max_tokens for request in requests] + [0] * self._padding, np.int32)
         self._running = self._remaining > 0
         self._retire = False
-        self._clock = _Clock()
 
     @property
     def _padding(self) -> int:
@@ -89,7 +97,7 @@ class Decoding:
         with clock.compilations:
             state, emitted = self._start()
             yield from self._deliver(emitted)
-            flying: collections.deque[step.Emitted] = collections.deque()
+            flying: collections.deque[Emission] = collections.deque()
             while self._running.any():
                 # The second step is enqueued before the first is read, unless nothing can be left to say.
                 enqueue = bool((self._running & (self._remaining > len(flying))).any())
@@ -99,27 +107,27 @@ class Decoding:
                 if len(flying) > 1 or not enqueue:
                     yield from self._deliver(flying.popleft())
 
-    def _step(self, state: step.DecodeState) -> tuple[step.DecodeState, step.Emitted]:
-        """Enqueues a decode step and the transfer of its tokens. Donates the state."""
+    def _step(self, state: Any) -> tuple[Any, Emission]:
+        """Enqueues a step and the transfer of its tokens. Donates the state."""
         if self._retire:
             state, self._retire = step.retire(state, self._model.place(self._running.copy())), False
-        args = (self._model.graph, self._model.leaves, state, self._params, self._stop_ids)
-        state, emitted = self._clock.compilations.call(step.decode, *args)
-        jax.tree.map(lambda array: array.copy_to_host_async(), emitted)
-        return state, emitted
+        state, emission = self._stepper.advance(state)
+        return state, copy_to_host(emission)
 
-    def _deliver(self, emitted: step.Emitted) -> Iterator[Event]:
+    def _deliver(self, emission: Emission) -> Iterator[Event]:
         """Waits for a step's tokens and gives them for the rows that still run."""
-        tokens, logprobs, valid, finite = map(np.asarray, emitted)
-        valid = valid & self._running
-        self._clock.tick(int(valid.sum()))
-        self._remaining -= valid
-        for row in np.flatnonzero(valid).tolist():
-            # The caller may have stopped the row since.
-            if self._running[row]:
-                finish = self._finish(row, int(tokens[row]), bool(finite[row]))
+        tokens, logprobs, counts, finite = map(np.asarray, emission)
+        counts = np.where(self._running, counts, 0)
+        self._clock.tick(counts)
+        for row in np.flatnonzero(counts).tolist():
+            for token, logprob in zip(tokens[row, : counts[row]].tolist(), logprobs[row].tolist(), strict=False):
+                # The caller may have stopped the row since.
+                if not self._running[row]:
+                    break
+                self._remaining[row] -= 1
+                finish = self._finish(row, token, bool(finite[row]))
                 self._running[row] = finish is None
-                yield Event(row, int(tokens[row]), float(logprobs[row]), finish)
+                yield Event(row, token, logprob, finish)
 
     def _finish(self, row: int, token: int, finite: bool) -> FinishReason | None:
         """Why the device has retired the row with this token, by the rule of `step.accept`."""
@@ -129,7 +137,7 @@ class Decoding:
             return "stop"
         return "length" if self._remaining[row] <= 0 else None
 
-    def _start(self) -> tuple[step.DecodeState, step.Emitted]:
+    def _start(self) -> tuple[Any, Emission]:
         """Prefills all rows and samples their first tokens."""
         model, vocab = self._model, self._model.config.vocab_size
         longest = max(request.length for request in self._requests)
@@ -141,11 +149,11 @@ class Decoding:
         history = model.place(self._clock.compilations.call(History.of, prompts, vocab))
         token, remaining = model.place((np.zeros(self._batch, np.int32), self._remaining.copy()))
         state = step.DecodeState(cache, rows, token, remaining, history)
-        return self._clock.compilations.call(step.start, state, logits, self._params, self._stop_ids)
+        return self._stepper.start(state, logits)
 
     def _prefill(self, cache: K3Cache, width: int) -> tuple[Float[Array, "B V"], K3Cache, Rows]:
         """Logits after each row's prompt, the filled cache, and the rows ready to decode."""
-        model, compilations = self._model, self._clock.compilations
+        model = self._model
         table = np.arange(1, self._batch * width + 1, dtype=np.int32).reshape(self._batch, width)
         slots = np.arange(1, self._batch + 1, dtype=np.int32)
         lengths = np.asarray([len(request.ids) for request in self._requests] + [0] * self._padding, np.int32)
@@ -153,9 +161,8 @@ class Decoding:
         for chunk in buckets.chunks(int(lengths.max())):
             count = np.clip(lengths - chunk.start, 0, chunk.size)
             rows, ids = model.place((Rows(slots, table, np.minimum(lengths, chunk.start), count), self._chunk(chunk)))
-            output = compilations.call(step.prefill, model.graph, model.leaves, cache, rows, ids)
-            cache = output.cache
-            logits = output.logits if logits is None else _keep_last(logits, output.logits, rows.query_length)
+            new, cache = self._stepper.prefill(cache, rows, ids)
+            logits = new if logits is None else _keep_last(logits, new, rows.query_length)
         assert logits is not None
         return logits, cache, model.place(Rows(slots, table, lengths, self._running.astype(np.int32)))
 
@@ -177,21 +184,28 @@ class _Clock:
         self._begin = time.perf_counter()
         self._arrivals: list[tuple[float, float]] = []
         self._steps = -1
-        self._tokens = 0
+        self._tokens = self._first_tokens = self._row_steps = 0
 
-    def tick(self, tokens: int) -> None:
-        """A step's `tokens` are on the host."""
+    def tick(self, counts: np.ndarray) -> None:
+        """A step's tokens are on the host: `counts` of each row."""
         now = (time.perf_counter() - self._begin, self.compilations.seconds)
         self._arrivals = [*self._arrivals[:1], now]
         self._steps += 1
-        self._tokens += tokens
+        self._tokens += int(counts.sum())
+        running = int((counts > 0).sum())
+        if self._steps > 0:
+            self._row_steps += running
+        else:
+            self._first_tokens = running
 
     def statistics(self, **sizes: int) -> Statistics:
         """Everything measured so far."""
         (first, first_compile), (last, last_compile) = self._arrivals[0], self._arrivals[-1]
         return Statistics(
             completion_tokens=self._tokens,
+            first_tokens=self._first_tokens,
             steps=self._steps,
+            row_steps=self._row_steps,
             first_token_seconds=first,
             prefill_seconds=first - first_compile,
             decode_seconds=last - first - (last_compile - first_compile),

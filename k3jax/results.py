@@ -28,8 +28,12 @@ class Statistics:
 
     prompt_tokens: int
     completion_tokens: int
+    first_tokens: int
+    """Those of them that came from the prefill: one per row."""
     steps: int
     """Decode steps after the first token."""
+    row_steps: int
+    """The same, counted once for every row that was running."""
     first_token_seconds: float
     """From the call to the first token on the host, compilation included."""
     prefill_seconds: float
@@ -47,15 +51,27 @@ class Statistics:
         return self.prompt_tokens / self.prefill_seconds
 
     @property
-    def milliseconds_per_token(self) -> float:
-        """Time of one decode step, which gives every running row a token; 0 without steps."""
+    def milliseconds_per_step(self) -> float:
+        """Time of one decode step, which gives every running row a token, or several with a draft; 0 without steps."""
         return 1e3 * self.decode_seconds / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a running row got per step: 1 without a draft, its acceptance length with one."""
+        rows = self.first_tokens
+        return (self.completion_tokens - rows) / self.row_steps if self.row_steps else 1.0
+
+    @property
+    def milliseconds_per_token(self) -> float:
+        """Time from one token of a row to its next."""
+        return self.milliseconds_per_step / self.tokens_per_step
 
     def summary(self) -> dict[str, int | float]:
         """All figures by name, rates included."""
         rates = {
             "prefill_tokens_per_second": round(self.prefill_tokens_per_second, 1),
             "milliseconds_per_token": round(self.milliseconds_per_token, 3),
+            "tokens_per_step": round(self.tokens_per_step, 3),
         }
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in fields.items()} | rates

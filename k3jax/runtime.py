@@ -12,6 +12,7 @@ from jaxtyping import Float
 from k3jax import buckets, prompt, step
 from k3jax.cache import K3Cache, Rows, create
 from k3jax.config import K3Config
+from k3jax.drafters import Draft
 from k3jax.model import K3
 from k3jax.params import Tree
 from k3jax.sharding import Layout
@@ -32,6 +33,8 @@ class Model:
     max_length: int
     """Positions that a sequence may have, prompt and output together."""
     path: Path | None = None
+    draft: Draft | None = None
+    """Proposes tokens while decoding; None decodes token by token."""
 
     @classmethod
     def of(

@@ -66,6 +66,7 @@ class Block(NamedTuple):
     accepted: Int32[Array, " B"]
     """Drafts that stood, before stops and limits."""
     finite: Bool[Array, " B"]
+    """False where a running row's logits held a NaN or an infinity; such a row ends with one meaningless token."""
 
 
 def _target_distributions(
@@ -135,7 +136,9 @@ def speculate(
     accepted = acceptance.accept(rule, probability, proposal.probability, proposal.token, chance)
     following = draw(accepted.following, keys(params.seed, position, FOLLOW))
 
+    finite = jnp.all(jnp.isfinite(logits), axis=(1, 2)) | ~running
     block, count, goes_on = _emit(state, proposal.token, accepted, following, stop_ids)
+    count, goes_on = jnp.where(finite, count, 1), goes_on & finite
     committed = dataclasses.replace(state.rows, query_length=count)
     assert output.cache is not None
     cache = graph.place(output.cache.commit(committed, count))
@@ -149,7 +152,6 @@ def speculate(
         history=_append(state.history, block, count),
     )
     logprob = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), block[..., None], axis=-1)[..., 0]
-    finite = jnp.all(jnp.isfinite(logits), axis=(1, 2)) | ~running
     return new, Block(block, logprob, count, jnp.where(running, accepted.count, 0), finite)
 
 

@@ -178,7 +178,7 @@ def start(
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def retire(state: DecodeState, keep: Bool[Array, " B"]) -> DecodeState:
-    """Ends the rows that are not kept, whatever they have left to say. Donates the state."""
+def retire(state: Any, keep: Bool[Array, " B"]) -> Any:
+    """Ends the rows that are not kept, whatever they have left to say. Donates the state (of any kind of decoding)."""
     query_length = jnp.where(keep, state.rows.query_length, 0)
     return dataclasses.replace(state, rows=dataclasses.replace(state.rows, query_length=query_length))

@@ -1,8 +1,12 @@
 """Matrix products with the precision rule of the whole project."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+_HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def einsum(equation: str, *operands: Float[Array, "..."], out: jnp.dtype | None = None) -> Float[Array, "..."]:
@@ -12,6 +16,15 @@ def einsum(equation: str, *operands: Float[Array, "..."], out: jnp.dtype | None 
     logit or of a parity run. Products of bfloat16 operands are exact in float32 anyway.
     """
     dtype = operands[0].dtype
-    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    product = jnp.einsum(equation, *operands, precision=precision, preferred_element_type=jnp.float32)
+    if dtype == jnp.float32:
+        product = jnp.einsum(equation, *operands, precision=_HIGHEST, preferred_element_type=jnp.float32)
+    else:
+        narrow = functools.partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
+        # XLA's CPU backend refuses some bfloat16 products with float32 results; widened operands give the same sums.
+        product = jax.lax.platform_dependent(*operands, cpu=functools.partial(_widened, equation), default=narrow)
     return product.astype(dtype if out is None else out)
+
+
+def _widened(equation: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
+    wide = (operand.astype(jnp.float32) for operand in operands)
+    return jnp.einsum(equation, *wide, precision=_HIGHEST, preferred_element_type=jnp.float32)

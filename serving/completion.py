@@ -77,7 +77,10 @@ class Completion:
         fed = sequence.known - 1
         if options.prefix_caching and retention.decode_end and fed > 0:
             sequence.path.extend(sequence.ids(len(sequence.path), fed))
-            self._scheduler.holdings.keep_end(sequence, fed, now)
+            end = self._scheduler.holdings.keep_end(sequence, fed, now)
+            if end is not None and retention.supersede:
+                source = [sequence.source.node] if sequence.source else []
+                self._scheduler.cache.supersede([*source, *sequence.nodes], end)
 
     def _purge_source(self, sequence: Sequence) -> None:
         """A cached prefix that led to a NaN is not offered again."""

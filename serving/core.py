@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from serving.admission import classify
+from serving.alpha import AlphaTuner, Visit
 from serving.completion import Completion
 from serving.deadlines import Deadlines
 from serving.hashing import HashChain, Path, root_digest
@@ -16,6 +17,7 @@ from serving.request import FinishReason, Output, Request, RequestError
 from serving.scheduler import Scheduler, SchedulerOptions
 from serving.sequence import Sequence
 from serving.stats import Stats
+from serving.tiering import Tiers
 
 
 @runtime_checkable
@@ -42,11 +44,13 @@ class Core:
         *,
         clock: Callable[[], float] = time.monotonic,
         ahead: int = 1,
+        tuner: AlphaTuner | None = None,
+        tiers: Tiers | None = None,
         check: Callable[[Request], None] = lambda request: None,
     ) -> None:
         """`ahead`: steps that may be in flight while another one is planned; 0 waits for each.
 
-        `check` raises `RequestError` for what the model cannot do.
+        `tuner` sets the eviction's alpha while the engine runs, `tiers` keep what is evicted. `check` raises `RequestError` for what the model cannot do.
         """
         self.options, self.cache, self.runner, self.clock = options, cache, runner, clock
         self.scheduler = Scheduler(options, cache)
@@ -57,7 +61,10 @@ class Core:
         self._deadlines = Deadlines()
         self._order = itertools.count()
         self._roots: dict[str, bytes] = {}
-        self._ahead, self._check_model = ahead, check
+        self._ahead, self._tuner, self._check_model = ahead, tuner, check
+        self.tiers = tiers
+        if tiers is not None:
+            self.scheduler.prepare = self._prepare
 
     def submit(self, request: Request, path: Path | None = None) -> Sequence:
         """Queues a request. `path` replaces the chain of its tokens' digests (for simulation).
@@ -107,13 +114,25 @@ class Core:
     def step(self, stride: int = 1) -> list[Output]:
         """Dispatches one step, if there is one, and collects an earlier one; returns the news."""
         outputs = [self._end(s, "deadline") for s in self._deadlines.expired(self.clock())]
+        if self.tiers is not None:
+            self.tiers.poll()
         plan = self.scheduler.plan(self.clock(), stride)
         if plan is not None:
             self._flying.append((plan, self.runner.dispatch(plan)))
         if self._flying and (plan is None or len(self._flying) > self._ahead):
             done, ticket = self._flying.popleft()
             outputs += self._completion.apply(done, self.runner.collect(ticket), self.clock())
+        self._tune()
         return outputs
+
+    def _prepare(self, sequence: Sequence, now: float) -> bool:
+        assert self.tiers is not None
+        return self.tiers.prepare(sequence.path, sequence.known - 1, now) == "start"
+
+    def _tune(self) -> None:
+        alpha = None if self._tuner is None else self._tuner.advance()
+        if alpha is not None:
+            self.cache.evictor.set_alpha(alpha, self.clock())
 
     @property
     def idle(self) -> bool:
@@ -132,6 +151,10 @@ class Core:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request.id]
+        # Before memory is short every alpha is as good as any other.
+        if self._tuner is not None and sequence.kept and self.counters.removed["memory"]:
+            kept = tuple(sorted(set(sequence.kept)))
+            self._tuner.record(Visit(sequence.path, sequence.prompt_tokens, kept, self.clock()))
 
     def flush(self) -> int:
         """Drops every cached prefix; returns how many there were."""

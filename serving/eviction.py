@@ -32,7 +32,7 @@ class Scales:
 class Evictor:
     """Orders the states of one tree. Tell it of each state that is stored."""
 
-    def __init__(self, tree: PrefixTree, cost: ModelCost, alpha: float = 0.0) -> None:
+    def __init__(self, tree: PrefixTree, cost: ModelCost, alpha: int | float = 0.0) -> None:
         self._tree, self._cost = tree, cost
         self.alpha = alpha
         self._heap: list[tuple[float, int, Node]] = []
@@ -52,6 +52,9 @@ class Evictor:
     def score(self, node: Node) -> float:
         """The higher, the longer it stays."""
         recency = (node.last_used - self._scales.oldest) / self._scales.span
+        if node.superseded:
+            # Below everything else, the oldest first.
+            return recency - 100.0
         if not self.alpha:
             return recency
         efficiency = self.efficiency(node)
@@ -85,6 +88,12 @@ class Evictor:
         for node in passed:
             self.add(node)
         return victim
+
+    def set_alpha(self, alpha: int | float, now: float) -> None:
+        """Weighs efficiency anew."""
+        if alpha != self.alpha:
+            self.alpha = alpha
+            self.rebuild(now)
 
     def rebuild(self, now: float) -> None:
         """Scores everything anew, with scales of today."""

@@ -6,6 +6,7 @@ still do to it happens before its next use. For the same reason the source of a 
 
 from serving.plan import Capture
 from serving.prefix_cache import Hit, PrefixCache
+from serving.prefix_tree import Node
 from serving.sequence import Sequence
 
 
@@ -96,14 +97,25 @@ class Holdings:
         path, slot = capture.sequence.path, capture.slot
         if not finite:
             self._cache.counters.non_finite_states += 1
-        if not finite or not self._cache.store(path, capture.tokens, capture.table, slot, now):
+        node = self._cache.store(path, capture.tokens, capture.table, slot, now) if finite else None
+        if node is None:
             self._cache.slots.release([slot])
+        else:
+            capture.sequence.nodes.append(node)
+        if finite:
+            capture.sequence.kept.append(capture.tokens)
         self._cache.pages.release(capture.table)
 
-    def keep_end(self, sequence: Sequence, tokens: int, now: float) -> None:
-        """Hands the slot of a sequence that has ended after `tokens` cached tokens over to the cache."""
-        if self._cache.store(sequence.path, tokens, sequence.pages, sequence.slot, now):
+    def keep_end(self, sequence: Sequence, tokens: int, now: float) -> Node | None:
+        """Hands the slot of a sequence that has ended after `tokens` cached tokens over to the cache.
+
+        Returns the new entry; None if the state was there already.
+        """
+        node = self._cache.store(sequence.path, tokens, sequence.pages, sequence.slot, now)
+        if node is not None:
             sequence.slot = 0
+        sequence.kept.append(tokens)
+        return node
 
     def held(self) -> tuple[list[int], list[int]]:
         """Every page and slot reference of users."""

@@ -41,7 +41,7 @@ class PrefixCache:
         options: CacheOptions,
         cost: ModelCost,
         *,
-        alpha: float = 0.0,
+        alpha: int | float = 0.0,
         counters: Counters | None = None,
         spill: Callable[[Node, list[int]], None] | None = None,
     ) -> None:
@@ -55,6 +55,7 @@ class PrefixCache:
         self.counters = Counters() if counters is None else counters
         self.spill = spill
         self.entries = 0
+        self._reused = {False: 0, True: 0}
 
     def match(self, path: Path, limit: int) -> Match:
         """See `PrefixTree.match`."""
@@ -68,8 +69,9 @@ class PrefixCache:
         table = self.tree.pages_to(node)
         self.pages.retain(table)
         self.slots.retain([node.slot])
-        node.last_used = now
+        node.last_used, node.superseded = now, False
         node.hits += 1
+        self._reused[node.is_end] += 1
         return Hit(node, match.tokens, table, node.slot)
 
     def take_pages(self, count: int, now: float) -> list[int] | None:
@@ -92,17 +94,31 @@ class PrefixCache:
             self._drop(node, "memory")
         return True
 
-    def store(self, path: Path, tokens: int, table: list[int], slot: int, now: float) -> bool:
-        """Admits a prefix; takes over the reference of `slot` unless it returns False because the state was there."""
+    def store(self, path: Path, tokens: int, table: list[int], slot: int, now: float) -> Node | None:
+        """Admits a prefix; takes over the reference of `slot` unless it returns None because the state was there."""
         node = self.tree.insert(path, tokens, table, slot, now)
         if node is None:
-            return False
+            return None
         self.entries += 1
         self.counters.stored += 1
         self.evictor.add(node)
         base = next((above for above in node.ancestors() if above.slot), None)
         self.events.stored(node.name, base.name if base else None, base.end if base else 0, node.end)
-        return True
+        return node
+
+    def supersede(self, earlier: list[Node], end: Node) -> None:
+        """A conversation went from `earlier` states to `end`: only one of them is likely to be its next start.
+
+        The others go first when memory is short, unless other conversations branch off there. Which one stays is what
+        was reused more often so far: ends, or states inside prompts (clients may not send an answer back as it was).
+        """
+        end.is_end = True
+        ends_pay = self._reused[True] >= self._reused[False]
+        *older, last = earlier or [end]
+        for node in (*older, last if ends_pay else end):
+            if node.slot and node is not (end if ends_pay else last) and node.branches <= 1:
+                node.superseded = True
+                self.evictor.add(node)
 
     def purge(self, node: Node, reason: Reason) -> None:
         """Drops a prefix that must not be used again, if it is still there."""

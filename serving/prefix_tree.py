@@ -34,11 +34,20 @@ class Node:
     tails: dict[Digest, "Node"] = dataclasses.field(default_factory=dict)
     last_used: float = 0.0
     hits: int = 0
+    is_end: bool = False
+    """Whether the state was left at the end of an answer, not inside a prompt."""
+    superseded: bool = False
+    """Whether the only request that used it has left a later state."""
 
     @property
     def is_leaf(self) -> bool:
         """Whether nothing continues the node."""
         return not self.children and not self.tails
+
+    @property
+    def branches(self) -> int:
+        """How many ways the tree knows to go on."""
+        return len(self.children) + len(self.tails)
 
     @property
     def name(self) -> Digest:
@@ -138,7 +147,7 @@ class PrefixTree:
         if node.slot:
             return None
         self.slots.hand_over(slot)
-        node.slot, node.last_used = slot, now
+        node.slot, node.last_used, node.is_end, node.superseded = slot, now, False, False
         return node
 
     def _node_at(self, path: Path, depth: int, table: list[int]) -> Node:
@@ -215,7 +224,7 @@ class PrefixTree:
             return 0
         held = len(node.pages)
         for above in node.ancestors():
-            if above.slot or len(above.children) + len(above.tails) > 1:
+            if above.slot or above.branches > 1:
                 break
             held += len(above.pages)
         return held

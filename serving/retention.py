@@ -4,6 +4,7 @@
     interval=N   every N tokens: any long prefix, at a fixed price
     marconi      where a prompt leaves a known one (second hit at the junction; arXiv 2411.19379, section 4.1)
     decode-end   after the last generated token: the next turn of a conversation
+    supersede    (with decode-end) of the states that one conversation has left, all but one go first when memory is short
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import dataclasses
 DEFAULT_INTERVAL = 32768
 """About the tokens whose FP8 latents weigh as much as one state of K3."""
 
-NAMES = ("prompt", "interval", "marconi", "decode-end")
+NAMES = ("prompt", "interval", "marconi", "decode-end", "supersede")
 
 
 class RetentionError(ValueError):
@@ -27,6 +28,7 @@ class Retention:
     """Tokens between kept states; 0 keeps none for this reason."""
     marconi: bool = True
     decode_end: bool = True
+    supersede: bool = True
 
     @classmethod
     def parse(cls, text: str) -> "Retention":
@@ -44,11 +46,12 @@ class Retention:
             interval=int(interval),
             marconi="marconi" in values,
             decode_end="decode-end" in values,
+            supersede="supersede" in values,
         )
 
     def __str__(self) -> str:
         """The text that `parse` reads."""
-        chosen = (self.prompt, self.interval, self.marconi, self.decode_end)
+        chosen = (self.prompt, self.interval, self.marconi, self.decode_end, self.supersede)
         texts = (name if name != "interval" else f"interval={self.interval}" for name in NAMES)
         return ",".join(text for text, on in zip(texts, chosen) if on)
 

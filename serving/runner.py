@@ -17,7 +17,7 @@ from k3jax.sampling import History, Sampling
 from serving import device, upload
 from serving.plan import Plan, PrefillRow, RowResult, Shape, StepResult
 from serving.prefix_cache import CacheOptions
-from serving.tiering import Prefix
+from serving.prefix_file import Prefix
 
 TRANSFER_PAGES = 16
 """Pages per call when a prefix moves between device and host."""

@@ -5,6 +5,7 @@ A preempted request gives back everything. What retention has kept of it stays i
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from serving.admission import CLASSES, Budgets, RequestClass, WaitingQueue
 from serving.holdings import Holdings
@@ -63,6 +64,8 @@ class Scheduler:
         self.waiting = WaitingQueue(options.max_waiting, options.max_waiting_tokens)
         self.budgets = Budgets(options.classes, cache.pages.capacity)
         self.running: list[Sequence] = []
+        self.prepare: Callable[[Sequence, float], bool] = lambda sequence, now: True
+        """Asked before a sequence starts; False makes it wait."""
         self._rows = list(range(options.rows - 1, -1, -1))
         self._shapes = sorted(options.shapes, key=lambda shape: (shape.size, shape.tokens))
 
@@ -147,7 +150,7 @@ class Scheduler:
             if not self._rows and not self._displace(sequence, decode):
                 return None
             sequence.path.extend(sequence.ids(len(sequence.path), sequence.known))
-            if not self._awaits_capture(sequence):
+            if self.prepare(sequence, now) and not self._awaits_capture(sequence):
                 return sequence
             self.counters.deferred += 1
         return None

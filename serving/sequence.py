@@ -5,6 +5,7 @@ import enum
 
 from serving.hashing import Path
 from serving.prefix_cache import Hit
+from serving.prefix_tree import Node
 from serving.request import Final, FinishReason, Output, Request
 
 
@@ -48,6 +49,10 @@ class Sequence:
     """Whether its row does not have its settings yet."""
     boundaries: list[int] = dataclasses.field(default_factory=list)
     """States to leave behind, in ascending order."""
+    kept: list[int] = dataclasses.field(default_factory=list)
+    """Boundaries at which it has left a state in the prefix cache, or found one."""
+    nodes: list[Node] = dataclasses.field(default_factory=list)
+    """The entries that it has made."""
     in_flight: int = 0
     """Dispatched steps that have not been collected."""
 

@@ -4,6 +4,7 @@ Examples:
     python -m k3jax.train pretrain --config tiny --out run --steps 20 --rows 4 --length 64 --limit-mb 1
     python -m k3jax.train prepare --config nano --out data
     python -m k3jax.train pretrain --config nano --data data --out run --seconds 350 --chat-seconds 90
+    python -m k3jax.train settle --checkpoint run/checkpoint --data data --out settled
     python -m k3jax.train baseline --data data
 
 `pretrain` goes on where its --out folder stopped. Exit codes: 0 done, 1 the data or the run cannot be used,
@@ -95,6 +96,28 @@ class Pretrain:
 
 
 @dataclasses.dataclass(frozen=True)
+class Settle:
+    """Set a checkpoint's correction biases from pooled training text and export it; `pretrain` does so by itself.
+
+    Example: python -m k3jax.train settle --checkpoint run/checkpoint --data data --out settled
+    """
+
+    checkpoint: Path
+    """Checkpoint in the released format."""
+    data: Path
+    """Folder made by `prepare`."""
+    out: Path
+    """Folder for the exported checkpoint and settled.json."""
+    rows: int = 64
+    """Windows per batch, over all devices."""
+    length: int = 1024
+    """Predictions per window."""
+    seed: int = 0
+    wait: float = 0.0
+    """Seconds to wait for --data to be complete."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Baseline:
     """Bits per byte of a Kneser-Ney 5-gram model with the same tokenizer on the same files.
 
@@ -166,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import tyro
 
     command = tyro.cli(
-        Prepare | Pretrain | Baseline | Draft | Draw,
+        Prepare | Pretrain | Settle | Baseline | Draft | Draw,
         prog="python -m k3jax.train",
         description=__doc__,
         args=arguments,
@@ -174,9 +197,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     from k3jax.train.programs import TrainingError
 
-    run: Any = {Prepare: _prepare, Pretrain: _pretrain, Baseline: _baseline, Draft: _draft, Draw: _draw}[type(command)]
+    programs: dict[type, Any] = {
+        Prepare: _prepare,
+        Pretrain: _pretrain,
+        Settle: _settle,
+        Baseline: _baseline,
+        Draft: _draft,
+        Draw: _draw,
+    }
     try:
-        run(command)
+        programs[type(command)](command)
     except UsageError as error:
         return _fail(error, 2)
     except (TrainingError, FileNotFoundError, ValueError) as error:
@@ -213,7 +243,6 @@ def _pretrain(command: Pretrain) -> None:
         raise UsageError("give exactly one of --steps and --seconds")
     import jax
 
-    import checkpoints
     from checkpoints import orbax_adapter
     from k3jax.train import programs
     from k3jax.train.configs import CONFIGS
@@ -233,10 +262,26 @@ def _pretrain(command: Pretrain) -> None:
         **{name: getattr(command, name) for name in (*names, "micro_batches", "dtype", "wait", "save_seconds")},
     )
 
-    def export(path: Path, config: Any, tree: Any) -> None:
-        checkpoints.export(path, config, tree, max_shard_bytes=1 << 40)
+    print(json.dumps(programs.pretrain(settings, orbax_adapter.write, orbax_adapter.read, _export)))
 
-    print(json.dumps(programs.pretrain(settings, orbax_adapter.write, orbax_adapter.read, export)))
+
+def _export(path: Path, config: Any, tree: Any) -> None:
+    """One file in the released format."""
+    import checkpoints
+
+    checkpoints.export(path, config, tree, max_shard_bytes=1 << 40)
+
+
+def _settle(command: Settle) -> None:
+    import jax.numpy as jnp
+
+    import checkpoints
+    from k3jax.train import programs
+
+    config, tree = checkpoints.load(command.checkpoint, dtype=jnp.bfloat16)
+    names = ("data", "out", "rows", "length", "seed", "wait")
+    settings = programs.Training(config=config, steps=0, seconds=None, **{name: getattr(command, name) for name in names})
+    print(json.dumps(programs.settle_checkpoint(settings, tree, _export)))
 
 
 def _baseline(command: Baseline) -> None:

@@ -64,7 +64,8 @@ def count(
     experts = scores.shape[1]
     low, width = _range(bias, bins)
     required = required_bias(scores, bias, k)
-    index = jnp.clip(jnp.floor((required - low) / width), 0, bins - 1).astype(jnp.int32)
+    # A product with the reciprocal: compilers may or may not turn a division into one, and edges would move.
+    index = jnp.clip(jnp.floor((required - low) * (1 / width)), 0, bins - 1).astype(jnp.int32)
     ones = jnp.broadcast_to(valid[:, None], required.shape).astype(jnp.int32)
     expert = jnp.broadcast_to(jnp.arange(experts, dtype=jnp.int32)[None], required.shape)
     histogram = jnp.zeros((experts, bins), jnp.int32).at[expert, index].add(ones)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from k3jax.dspark import DSpark
+from pallas.precision import einsum
 
 CROSS_ENTROPY, TOTAL_VARIATION, CONFIDENCE = 0.1, 0.9, 1.0
 DECAY = 4.0
@@ -111,7 +112,7 @@ def _gather(values: Array, at: Int32[Array, "B A G"]) -> Array:
 
 
 def _project(hidden: Float[Array, "*batch D"], head: Float[Array, "V D"]) -> Float32[Array, "*batch V"]:
-    return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+    return einsum("...d,vd->...v", hidden, head, out=jnp.dtype(jnp.float32))
 
 
 def _teacher_forced(

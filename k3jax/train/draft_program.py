@@ -116,7 +116,7 @@ def run(
                 journal.write("step", step=step, total=plan.steps, **_figures(result))
             if step % plan.save_every == 0 or step == plan.steps:
                 save(plan.out / f"state-{step:06d}", state_tree(state))
-    draft_files.save(plan.out / "draft", config, state.masters)
+                draft_files.save(plan.out / "draft", config, state.masters)
     return state
 
 

@@ -19,6 +19,7 @@ from k3jax import tokenizer, tokenizer_train
 from k3jax.config import K3Config
 from k3jax.params import Tree
 from k3jax.train import corpus, data, tokens
+from k3jax.train.forward import Batch
 from k3jax.train.ngram import NgramModel
 
 TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json")
@@ -165,7 +166,6 @@ def _create(settings: Training, save: Any, journal: Any) -> Any:
 def _compile(run: Any, settings: Training, journal: Any) -> None:
     """Runs the programs once on a copy of the state, so that a phase's clock measures training alone."""
     from k3jax.train import step
-    from k3jax.train.forward import Batch
     from k3jax.train.run import place, place_whole
 
     begin = time.monotonic()
@@ -216,6 +216,8 @@ def _conclude(settings: Training, run: Any, phase: str, batches: list[Any], expo
     from k3jax.train.evaluate import evaluate_batches
     from k3jax.train.run import place
 
+    if settings.balanced:
+        run.state = run.state._replace(masters=settled(settings, run.evaluate, run.mesh, run.state.masters))
     if export is not None:
         export_directory(settings.out / "checkpoint", settings, run.state.masters, export)
     result = evaluate_batches(run.evaluate, run.state.masters, (place(batch, run.mesh) for batch in batches))
@@ -236,6 +238,47 @@ def _conclude(settings: Training, run: Any, phase: str, batches: list[Any], expo
     (settings.out / "curves.json").write_text(json.dumps(report.curves(records)) + "\n", encoding="utf-8")
     report.draw({settings.out.name: records}, settings.out / "curves.png")
     return summary
+
+
+def settled(settings: Training, evaluate: Any, mesh: Any, masters: Tree) -> Tree:
+    """The parameters with biases from pooled training text."""
+    from k3jax.train.run import place
+    from k3jax.train.settle import settle
+
+    # An order of its own, so that the pool is a fresh sample of the text.
+    text = data.TextBatches(settings.data, rows=settings.rows, length=settings.length, seed=settings.seed + 2)
+    return settle(settings.config, evaluate, masters, lambda i: place(text(i), mesh))
+
+
+def settle_checkpoint(settings: Training, packed: Tree, export: Export) -> dict[str, Any]:
+    """Settles the biases of a checkpoint's tree, evaluates before and after, and exports to `settings.out`."""
+    from k3jax.train import specs, step
+    from k3jax.train.evaluate import evaluate_batches, make_evaluate
+    from k3jax.train.run import place, place_whole
+
+    mesh = step.data_mesh()
+    masters = place_whole(jax.jit(partial(specs.master_parameters, settings.config))(packed), mesh)
+    evaluate = make_evaluate(settings.config, mesh, dtype=jnp.dtype(settings.dtype))
+    shape = {"rows": settings.rows, "length": settings.length}
+    ids = np.full((settings.rows, settings.length + 1), settings.config.pad_token_id, np.int32)
+    padding = Batch(ids, np.zeros((settings.rows, settings.length), np.float32))
+    jax.block_until_ready(evaluate(masters, place(padding, mesh)))  # compiles while the data is prepared
+    data.wait_for(settings.data, settings.wait)
+    batches = data.validation_batches(settings.data, **shape, pad=settings.config.pad_token_id)
+    sizes = json.loads((settings.data / tokens.SIZES).read_text(encoding="utf-8"))
+    results: dict[str, Any] = {}
+    for stage in ("before", "after"):
+        if stage == "after":
+            masters = settled(settings, evaluate, mesh, masters)
+        result = evaluate_batches(evaluate, masters, (place(batch, mesh) for batch in batches))
+        results[stage] = {
+            "validation_bits_per_byte": result.bits_per_byte(sizes["validation_bytes"]),
+            "validation_nats_per_token": result.loss,
+            "validation_load_max_over_mean": [round(float(value), 4) for value in result.imbalance],
+        }
+    export_directory(settings.out / "checkpoint", settings, masters, export)
+    (settings.out / "settled.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return results
 
 
 def export_directory(path: Path, settings: Training, masters: Tree, export: Export) -> None:

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -178,7 +178,7 @@ class Run:
         return True
 
 
-def state_tree(state: NamedTuple) -> dict[str, jax.Array]:
+def state_tree(state: tuple[Any, ...]) -> dict[str, jax.Array]:
     """The leaves of a state in a flat dict whose sorted keys keep their order."""
     return {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from k3jax.config import K3Config
 from k3jax.params import ParamSpec, Tree, flatten, model_specs
 from k3jax.train.quantize import fake_quantize, pack
+from pallas.moe import dequantize
 
 Group = Literal["muon", "adam", "decayed_adam", "balanced"]
 
@@ -114,6 +115,18 @@ def packed_parameters(config: K3Config, masters: Tree) -> Tree:
         return _at(masters, path).astype(spec.array_dtype(jnp.bfloat16))
 
     return _map_with_path(convert, model_specs(config))
+
+
+def master_parameters(config: K3Config, packed: Tree) -> Tree:
+    """float32 masters with the values of a checkpoint's tree (packed experts): exporting them gives it back."""
+
+    def convert(path: tuple[str, ...], spec: ParamSpec) -> jax.Array:
+        if "experts" in path:
+            experts = _at(packed, path[:-1])
+            return dequantize(experts[f"{path[-1]}_packed"], experts[f"{path[-1]}_scale"])
+        return _at(packed, path).astype(jnp.float32)
+
+    return _map_with_path(convert, training_specs(config))
 
 
 def parameter_count(specs: Tree) -> int:

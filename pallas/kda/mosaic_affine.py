@@ -50,8 +50,7 @@ def segment_maps(
                     return over_columns(total, PRODUCT, (SIDE, channels))
 
                 stage = (None, pulls.at[slot], pushes.at[slot, group], keys.at[slot], inverses.at[slot], None)
-                state, _ = step(state * decay(0), stage, lambda: None)
-                state = state * decay(1)
+                state, _ = step(state, stage, decay, lambda: None)
                 plgpu.barrier_arrive(free.at[slot])
                 return state
 

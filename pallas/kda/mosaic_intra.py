@@ -106,11 +106,11 @@ def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def convolve(raw: Any, conv: Any, head: jax.Array, part: int) -> jax.Array:
-    """SiLU of the convolution of q, k or v for the block, float32; `raw` has 3 rows before it."""
+def convolve(raw: Any, taps: Any, part: int) -> jax.Array:
+    """SiLU of the convolution of q, k or v for the block, float32; `raw` has 3 rows before it, `taps` is [4, 3, 128]."""
     mixed = None
     for tap in range(4):
-        weight = plgpu.load(conv.at[tap, head, part], layout=RUN_LAYOUT.reduce(0), optimized=False)
+        weight = plgpu.load(taps.at[tap, part], layout=RUN_LAYOUT.reduce(0), optimized=False)
         rows = plgpu.load(raw.at[pl_ds(tap, BLOCK)], layout=RUN_LAYOUT, optimized=False)
         term = rows.astype(jnp.float32) * over_columns(weight, RUN_LAYOUT)
         mixed = term if mixed is None else mixed + term
@@ -237,21 +237,25 @@ def intra(
 
     def body(qkvz, decay, beta, conv, a_log, dt_bias, _norm, window, lengths, *refs):
         query_out, pull_out, push_out, key_out, inverse_out, attention_out, total_out = refs[:7]
-        query, key, columns, narrow, first, second, third, ready = refs[7:]
+        query, key, columns, betas, first, second, third, fourth, ready = refs[7:]
         raw_query, gate_high = first
         raw_key, gate_low, (high, low) = second
         raw_value, solved, inverse = third
+        taps, narrow = fourth
         row, head = lax.axis_index("rows"), lax.axis_index("heads")
         start = lax.axis_index("blocks") * BLOCK
         length = lengths[row] - start
 
         def strength(layout: Any) -> jax.Array:
-            logits = plgpu.load(beta.at[row, pl.ds(start, BLOCK), head], layout=layout, optimized=False)
-            return 0.5 + 0.5 * jnp.tanh(0.5 * logits.astype(jnp.float32))
+            return plgpu.load(betas, layout=layout, optimized=False)
 
         @pl.when(length > 0)
         def _block() -> None:
             fetch_raw(qkvz, window, (raw_query, raw_key, raw_value), ready, row, head, start)
+            plgpu.copy_gmem_to_smem(conv.at[:, head], taps, ready)
+            beta_logits = plgpu.load(
+                beta.at[row, pl.ds(start, BLOCK), head], layout=PRODUCT.reduce(1), optimized=False
+            ).astype(jnp.float32)
             logits = plgpu.load(decay.at[row, pl.ds(start, BLOCK), head], layout=ROW_LAYOUT, optimized=False)
             bias = plgpu.load(dt_bias.at[head], layout=ROW_LAYOUT.reduce(0), optimized=False)
             token, _ = iotas((BLOCK, CHANNELS), ROW_LAYOUT)
@@ -261,11 +265,12 @@ def intra(
             for part in range(BLOCK // HALF):
                 total = jnp.exp2(gates[HALF * part : HALF * (part + 1)].sum(axis=0))
                 total_out[row, head, start // HALF + part] = total
+            betas[...] = 0.5 + 0.5 * jnp.tanh(0.5 * beta_logits)
             plgpu.barrier_wait(ready)
             token, _ = iotas((BLOCK, CHANNELS), RUN_LAYOUT)
             valid = token < length
-            query[...] = jnp.where(valid, unit(convolve(raw_query, conv, head, 0), channels**-0.5), 0.0).astype(query.dtype)
-            key[...] = jnp.where(valid, unit(convolve(raw_key, conv, head, 1), 1.0), 0.0).astype(key.dtype)
+            query[...] = jnp.where(valid, unit(convolve(raw_query, taps, 0), channels**-0.5), 0.0).astype(query.dtype)
+            key[...] = jnp.where(valid, unit(convolve(raw_key, taps, 1), 1.0), 0.0).astype(key.dtype)
             plgpu.commit_smem()
             gate_high[...], gate_low[...] = halves(gates)
             plgpu.commit_smem()
@@ -275,7 +280,7 @@ def intra(
             columns[...] = (wide * jnp.exp2(-relative)).astype(columns.dtype)
             key[...] = (wide * (rising * over_rows(strength(PRODUCT.reduce(1)), PRODUCT))).astype(key.dtype)
             query[...] = (plgpu.load(query, layout=PRODUCT).astype(jnp.float32) * rising).astype(query.dtype)
-            value = convolve(raw_value, conv, head, 2) * over_rows(strength(RUN_LAYOUT.reduce(1)), RUN_LAYOUT)
+            value = convolve(raw_value, taps, 2) * over_rows(strength(RUN_LAYOUT.reduce(1)), RUN_LAYOUT)
             plgpu.commit_smem()
             gate_high[...] = jnp.where(valid, value, 0.0).astype(gate_high.dtype)
             plgpu.commit_smem()
@@ -311,12 +316,14 @@ def intra(
     outputs = plgpu.kernel(
         body,
         out_type=(wide, wide, wide, wide, square, square, total),
-        grid=(tokens // BLOCK, heads, rows),
-        grid_names=("blocks", "heads", "rows"),
+        # Heads side by side: they share the pages of memory that a block's tokens lie in.
+        grid=(heads, tokens // BLOCK, rows),
+        grid_names=("heads", "blocks", "rows"),
         scratch_types=(
-            tile, tile, tile, blocks,
+            tile, tile, tile, plgpu.SMEM((BLOCK,), jnp.float32),
             plgpu.RefUnion(raw, tile), plgpu.RefUnion(raw, tile, (half, half)), plgpu.RefUnion(raw, solved, blocks),
-            plgpu.Barrier(num_arrivals=6),
+            plgpu.RefUnion(plgpu.SMEM((4, 3, channels), jnp.float32), blocks),
+            plgpu.Barrier(num_arrivals=7),
         ),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True, unsafe_no_auto_barriers=True

@@ -30,46 +30,52 @@ OUTPUT_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, SIDE), (2,))), warp_dims=(-
 """[32, 64]: a token per warp and step, two of its values a lane."""
 
 
-def advance(state: jax.Array, stage: tuple, meanwhile: Callable[[], None]) -> tuple[jax.Array, jax.Array]:
-    """One chunk of half of the values: (state' before the second decay, readings [64, 32]).
+def advance(
+    state: jax.Array, stage: tuple, decay: Callable[[int], jax.Array], meanwhile: Callable[[], None]
+) -> tuple[jax.Array, jax.Array]:
+    """One chunk of half of the values: (state after it, readings [64, 32]).
 
-    `meanwhile` runs while the first products are under way. Without a query in `stage` the readings are arbitrary.
+    `decay(part)` spreads the decay of a half chunk over the state; `meanwhile` runs while the first products are under way.
+    What the next chunk waits for is issued before what only the readings need. Without a query the readings are arbitrary.
     """
     query, pull, push, key, inverse, attention = stage
+    state = state * decay(0)
     operand = state.astype(jnp.bfloat16)
 
     def run(refs: tuple) -> None:
         predicted, write, reading, after = refs
         plgpu.wgmma(predicted, operand, pull.transpose((1, 0)))
         plgpu.wgmma(write, push.transpose((1, 0)), inverse.transpose((1, 0)))
-        if query is not None:
-            plgpu.wgmma(reading, operand, query.transpose((1, 0)))
         meanwhile()
-        pending = 1 if query is None else 2
-        negative = (-plgpu.wgmma_accumulator_load(predicted, wait_n=pending)).astype(jnp.bfloat16)
+        negative = (-plgpu.wgmma_accumulator_load(predicted, wait_n=1)).astype(jnp.bfloat16)
         plgpu.wgmma(write, negative, inverse.transpose((1, 0)))
         written = plgpu.wgmma_accumulator_load(write, wait_n=0).astype(jnp.bfloat16)
         plgpu.wgmma(after, written, key)
         if query is not None:
+            plgpu.wgmma(reading, operand, query.transpose((1, 0)))
             plgpu.wgmma(reading, written, attention.transpose((1, 0)))
 
     blank = plgpu.layout_cast(jnp.zeros((SIDE, CHUNK), jnp.float32), PRODUCT)
     start = tuple(plgpu.ACC.init(x) for x in (blank, blank, blank, state))
     _, _, reading, after = pl.run_state(run)(start)
-    return after, reading
+    return after * decay(1), reading
 
 
-def emulated_advance(state: jax.Array, stage: tuple, meanwhile: Callable[[], None]) -> tuple[jax.Array, jax.Array]:
+def emulated_advance(
+    state: jax.Array, stage: tuple, decay: Callable[[int], jax.Array], meanwhile: Callable[[], None]
+) -> tuple[jax.Array, jax.Array]:
     """`advance` for interpretation on a CPU, where a product cannot take its left operand from registers."""
     query, pull, push, key, inverse, attention = (None if x is None else x[...] for x in stage)
     dot = lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32)  # noqa: E731
     meanwhile()
+    state = state * decay(0)
     operand = state.astype(jnp.bfloat16)
     negative = (-dot(operand, pull.T)).astype(jnp.bfloat16)
     written = (dot(push.T, inverse.T) + dot(negative, inverse.T)).astype(jnp.bfloat16)
+    after = (state + dot(written, key)) * decay(1)
     if query is None:
-        return state + dot(written, key), jnp.zeros_like(written, jnp.float32)
-    return state + dot(written, key), dot(operand, query.T) + dot(written, attention.T)
+        return after, jnp.zeros_like(written, jnp.float32)
+    return after, dot(operand, query.T) + dot(written, attention.T)
 
 
 def fetch_chunk(operands: tuple, stage: tuple, ready: Any, row: jax.Array, head: jax.Array, chunk: jax.Array) -> None:
@@ -94,13 +100,14 @@ def gated_output(
 ) -> list[jax.Array]:
     """RMSNorm over both halves of the values times sigmoid of the gate, zero where not valid, in bfloat16."""
     wide = [x.astype(jnp.float32) for x in readings]
-    squares = [(x * x).sum(axis=1) for x in wide]
-    scale = over_rows(lax.rsqrt((squares[0] + squares[1]) / CHANNELS + eps), OUTPUT_LAYOUT, (CHUNK, SIDE))
+    squares = (wide[0] * wide[0] + wide[1] * wide[1]).sum(axis=1)
+    scale = over_rows(lax.rsqrt(squares / CHANNELS + eps) * 0.5, OUTPUT_LAYOUT, (CHUNK, SIDE))
     outputs = []
     for x, gate, norm in zip(wide, gates, norms):
-        opened = 0.5 + 0.5 * jnp.tanh(0.5 * gate.astype(jnp.float32))
-        weight = over_columns(norm, OUTPUT_LAYOUT, (CHUNK, SIDE))
-        outputs.append(jnp.where(valid, x * scale * weight * opened, 0.0).astype(jnp.bfloat16))
+        # sigmoid(z) = (1 + tanh(z / 2)) / 2, the last half being in `scale`.
+        opened = jnp.tanh(0.5 * gate.astype(jnp.float32))
+        normed = x * scale * over_columns(norm, OUTPUT_LAYOUT, (CHUNK, SIDE))
+        outputs.append(jnp.where(valid, normed + normed * opened, 0.0).astype(jnp.bfloat16))
     return outputs
 
 
@@ -174,9 +181,8 @@ def recur(
 
                 stage = (queries.at[slot], pulls.at[slot], pushes.at[slot, group], keys.at[slot], inverses.at[slot],
                          attentions.at[slot])
-                state, reading = step(state * decay(0), stage, lambda: publish(chunk - 1, last))
-                reading = plgpu.layout_cast(reading.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
-                return state * decay(1), reading
+                state, reading = step(state, stage, decay, lambda: publish(chunk - 1, last))
+                return state, plgpu.layout_cast(reading.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
 
             initial = plgpu.load(state_in.at[row, segment, head, values], layout=PRODUCT, optimized=False)
             final, reading = lax.fori_loop(0, chunks, loop, (initial, blank))

@@ -2,7 +2,10 @@
 
 import hashlib
 
+import numpy as np
+
 from serving.plan import RowResult, StepResult
+from serving.prefix_file import Prefix
 
 
 def next_token(state, cached, vocab=50):
@@ -54,7 +57,7 @@ class FakeRunner:
     def prefill(self, row, state):
         assert row.ids, "an empty chunk"
         for offset, token in enumerate(row.ids):
-            self.write(row.table, row.start + offset, token)
+            self.put(row.table, row.start + offset, token)
             state = (*state, token)
             for capture in row.captures:
                 if capture.tokens == row.start + offset + 1:
@@ -70,7 +73,7 @@ class FakeRunner:
             return RowResult([], [], True)
         said = RowResult([], [], True)
         for step in range(row.tokens):
-            self.write(row.table, row.length + step, self.token[row.row])
+            self.put(row.table, row.length + step, self.token[row.row])
             self.states[row.slot] = (*self.states[row.slot], self.token[row.row])
             more = self.say(row, self.states[row.slot])
             said = RowResult(said.tokens + more.tokens, said.logprobs + more.logprobs, True)
@@ -83,6 +86,24 @@ class FakeRunner:
         self.alive[row.row] = token not in row.sequence.request.stop_ids
         return RowResult([token], [-0.5], True)
 
-    def write(self, table, position, token):
+    def put(self, table, position, token):
         page = self.pages.setdefault(table[position // self.page_size], [None] * self.page_size)
         page[position % self.page_size] = token
+
+    def read(self, pages, slot):
+        empty = [None] * self.page_size
+        content = [[-1 if t is None else t for t in self.pages.get(page, empty)] for page in pages]
+        return Reading(Prefix([np.asarray(content, np.int32)], [np.asarray(self.states[slot], np.int32)], []))
+
+    def write(self, prefix, pages, slot):
+        for page, content in zip(pages, prefix.latents[0].tolist(), strict=True):
+            self.pages[page] = content
+        self.states[slot] = tuple(prefix.states[0].tolist())
+
+
+class Reading:
+    def __init__(self, prefix):
+        self.prefix = prefix
+
+    def finish(self):
+        return self.prefix

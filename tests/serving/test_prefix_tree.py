@@ -97,7 +97,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.states[slot] = tuple(tokens[:bound])
         known = tuple(tokens[:bound]) in self.stored.values()
-        assert self.cache.store(chain, bound, table, slot, self.now) == (not known)
+        assert (self.cache.store(chain, bound, table, slot, self.now) is None) == known
         if known:
             self.cache.slots.release([slot])
             return
@@ -152,9 +152,9 @@ def admit(cache, tokens, bound, now=0.0):
     slot = cache.take_slot(now)
     stored = cache.store(chain(tokens, cache.options.unit), bound, table, slot, now)
     cache.pages.release(table)
-    if not stored:
+    if stored is None:
         cache.slots.release([slot])
-    return stored
+    return stored is not None
 
 
 def test_every_leaf_has_a_state_and_pages_go_with_it(make_cache):

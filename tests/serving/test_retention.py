@@ -6,7 +6,7 @@ from serving.retention import DEFAULT_INTERVAL, Retention, RetentionError
 
 
 @pytest.mark.parametrize(
-    "text", ["prompt", "interval=4096", "marconi", "decode-end", "prompt,interval=64,marconi,decode-end", ""]
+    "text", ["prompt", "interval=4096", "marconi", "decode-end", "prompt,interval=64,marconi,decode-end,supersede", ""]
 )
 def test_text_and_back(text):
     assert str(Retention.parse(text)) == text

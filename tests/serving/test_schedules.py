@@ -17,7 +17,7 @@ from serving.scheduler import SchedulerOptions
 from tests.serving.fake_runner import FakeRunner, solo
 
 COST = ModelCost(flops_per_token=100.0, flops_per_pair=1.0, latent_bytes_per_token=1.0, state_bytes=50.0)
-RETENTIONS = ("prompt", "interval=12", "marconi", "decode-end", "prompt,interval=24,marconi,decode-end", "")
+RETENTIONS = ("prompt", "interval=12", "marconi", "decode-end", "prompt,interval=24,marconi,decode-end,supersede", "")
 
 
 def new_core(pages, slots, page, unit, rows, ahead, alpha, retention, captures, clock=lambda: 0.0):
