@@ -14,20 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax import params, sharding, tokenizer
-from k3jax import prompt as prompt_module
 from k3jax.config import ConfigError, K3Config
 from k3jax.config_hf import listing
-from k3jax.drafters import Draft, DSparkDrafter, NgramDrafter
-from k3jax.dspark import DSpark
-from k3jax.dspark_config import DSparkConfig
-from k3jax.dspark_params import IGNORED, draft_specs
-from k3jax.generation import Decoding, Request
-from k3jax.prompt import Prompt, PromptError
-from k3jax.results import Result, Statistics
+from k3jax.dspark.config import DSparkConfig
+from k3jax.dspark.model import DSpark
+from k3jax.dspark.tensors import IGNORED, draft_specs
+from k3jax.generation import prompt as prompt_module
+from k3jax.generation.decoding import Decoding, Request
+from k3jax.generation.prompt import Prompt, PromptError
+from k3jax.generation.results import Result, Statistics
+from k3jax.generation.text_stream import GenerationError, Stream, Writer
 from k3jax.runtime import Model
 from k3jax.sampling import Sampling, SamplingError, SamplingOptions
+from k3jax.speculation.drafters import Draft, DSparkDrafter, NgramDrafter
 from k3jax.states import States
-from k3jax.text_stream import GenerationError, Stream, Writer
 from pallas.dispatch import Implementation
 
 __all__ = [

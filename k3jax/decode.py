@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from k3jax import program
 
 if TYPE_CHECKING:
+    from k3jax.generation.text_stream import Stream
     from k3jax.runtime import Model
-    from k3jax.text_stream import Stream
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def decode(options: Options) -> int:
     printer = None
     prompt: str | list[int] = list(options.prompt_ids) if text is None else text
     if options.chat:
-        from k3jax import chat_stream
+        from k3jax.chat import stream as chat_stream
 
         if model.tokenizer is None or text is None:
             raise program.UsageError("--chat needs a text and a checkpoint with a tokenizer")

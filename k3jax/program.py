@@ -105,7 +105,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _is_usage(error: BaseException) -> bool:
-    from k3jax.prompt import PromptError
+    from k3jax.generation.prompt import PromptError
     from k3jax.sampling import SamplingError
     from k3jax.sharding import ShardingError
 

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from k3jax import buckets, prompt, step
+from k3jax import step
 from k3jax.cache import K3Cache, Rows, create
 from k3jax.config import K3Config
-from k3jax.drafters import Draft
+from k3jax.generation import buckets, prompt
 from k3jax.model import K3
 from k3jax.params import Tree
 from k3jax.sharding import Layout
+from k3jax.speculation.drafters import Draft
 from k3jax.states import States
 from k3jax.tokenizer import Tokenizer
 from pallas.dispatch import Implementation
@@ -115,7 +116,7 @@ class Model:
 
         Raises `PromptError` as `logits` does.
         """
-        from k3jax.observe import observe  # it builds on this class
+        from k3jax.verification.observe import observe  # it builds on this class
 
         tokens = self.read(ids)
         more = prompt.read(decode_ids, self.tokenizer, self.config.vocab_size, "decode_ids") if len(decode_ids) else []

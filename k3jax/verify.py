@@ -10,7 +10,7 @@ from k3jax import program
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from k3jax.compare import Comparison
+    from k3jax.verification.compare import Comparison
 
 # Relative RMS and router margin allowed by default. float32: the bound of the whole project. bfloat16: near twice the
 # largest values seen against float32 references (0.18 and 0.12: random models of nine layers, all caps in use).
@@ -63,8 +63,9 @@ def verify(options: Options) -> int:
         program.require_path(options.golden, "golden file")
     import jax.numpy as jnp
 
-    from k3jax import api, golden, selfcheck
-    from k3jax.verification import Bounds, Verification
+    from k3jax import api
+    from k3jax.verification import golden, selfcheck
+    from k3jax.verification.comparison import Bounds, Verification
 
     reference = None if options.golden is None else golden.read(options.golden)
     dtype = jnp.dtype(options.dtype)

@@ -1,15 +1,16 @@
 """Who runs next: fair queues, and budgets of pages and prefill work for each class of requests.
 
 A request belongs to the first class whose limit its prompt does not exceed. A class may hold its share of the pages
-(one request may exceed it if it is the only one of its class), so that a few very long requests cannot take the whole memory;
-and prefill is divided among the classes with work in proportion to their weights, so that short prompts pass
+(one request may exceed it if it is the only one of its class), so that a few very long requests cannot take the whole
+memory; and prefill is divided among the classes with work in proportion to their weights, so that short prompts pass
 long ones without stopping them.
 """
 
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence as Listing
+from collections.abc import Iterator
+from collections.abc import Sequence as Listing
 
 from serving.request import QueueFull
 from serving.sequence import Sequence
@@ -67,7 +68,9 @@ class Budgets:
 
     def __init__(self, classes: Listing[RequestClass], pages: int) -> None:
         if not classes or classes[-1].longest != math.inf:
-            raise ValueError("the last request class has a limit; expected one without, so that every prompt has a class")
+            raise ValueError(
+                "the last request class has a limit; expected one without, so that every prompt has a class"
+            )
         self.classes = {kind.name: kind for kind in classes}
         self._pages = pages
         self._reserved: collections.Counter[str] = collections.Counter()

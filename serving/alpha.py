@@ -1,8 +1,8 @@
 """The weight of efficiency against recency, tuned while the engine runs (Marconi, arXiv 2411.19379, section 4.2).
 
 From the first eviction on, a window of requests is recorded. It is then replayed through trees without memory behind
-them, one for each candidate, and the candidate that would have saved the most FLOPs wins; then the next window begins. The
-replay is cut into single requests, so that no step of the engine waits for it.
+them, one for each candidate, and the candidate that would have saved the most FLOPs wins; then the next window begins.
+The replay is cut into single requests, so that no step of the engine waits for it.
 """
 
 import dataclasses
@@ -31,7 +31,12 @@ class AlphaTuner:
     """Records windows of visits and chooses alpha for the next one."""
 
     def __init__(
-        self, options: CacheOptions, cost: ModelCost, *, window: int = 256, candidates: Sequence[int | float] = CANDIDATES
+        self,
+        options: CacheOptions,
+        cost: ModelCost,
+        *,
+        window: int = 256,
+        candidates: Sequence[int | float] = CANDIDATES,
     ) -> None:
         self._options, self._cost = options, cost
         self._window, self._candidates = window, tuple(candidates)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from serving.plan import Plan, RowResult, StepResult
+from serving.plan import DecodeRow, Plan, PrefillRow, RowResult, StepResult
 from serving.request import Output
 from serving.scheduler import Scheduler
 from serving.sequence import Phase, Sequence
@@ -24,11 +24,20 @@ class Completion:
         outputs = []
         for row, answer in zip(rows, [*result.prefill, *result.decode], strict=True):
             row.sequence.in_flight -= 1
+            self._settle_length(row, answer)
             # A sequence that has ended meanwhile, or been told to, says nothing any more.
             if row.sequence.phase is not Phase.FINISHED:
                 output = self._answer(row.sequence, answer, now)
                 outputs += [] if output is None else [output]
         return outputs
+
+    @staticmethod
+    def _settle_length(row: PrefillRow | DecodeRow, answer: RowResult) -> None:
+        """A step that may give several tokens has been counted in full; now it is known how many there were."""
+        if isinstance(row, DecodeRow) and row.sequence.phase is Phase.DECODE and answer.tokens:
+            missing = row.tokens - len(answer.tokens)
+            row.sequence.length -= missing
+            row.sequence.sampled -= missing
 
     def _answer(self, sequence: Sequence, answer: RowResult, now: float) -> Output | None:
         if not answer.finite:

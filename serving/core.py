@@ -50,7 +50,8 @@ class Core:
     ) -> None:
         """`ahead`: steps that may be in flight while another one is planned; 0 waits for each.
 
-        `tuner` sets the eviction's alpha while the engine runs, `tiers` keep what is evicted. `check` raises `RequestError` for what the model cannot do.
+        `tuner` sets the eviction's alpha while the engine runs, `tiers` keep what is evicted. `check` raises
+        `RequestError` for what the model cannot do.
         """
         self.options, self.cache, self.runner, self.clock = options, cache, runner, clock
         self.scheduler = Scheduler(options, cache)
@@ -111,7 +112,7 @@ class Core:
     def _end(self, sequence: Sequence, reason: FinishReason) -> Output:
         return self._completion.end(sequence, sequence.ending(reason, self.clock()))
 
-    def step(self, stride: int = 1) -> list[Output]:
+    def step(self, stride: int | None = None) -> list[Output]:
         """Dispatches one step, if there is one, and collects an earlier one; returns the news."""
         outputs = [self._end(s, "deadline") for s in self._deadlines.expired(self.clock())]
         if self.tiers is not None:

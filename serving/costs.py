@@ -25,9 +25,14 @@ class ModelCost:
 
     @classmethod
     def of(
-        cls, config: K3Config, *, weight_bits: int | float = 4.25, latent_bytes: int | float = 1.0, window_bytes: int | float = 2.0
+        cls,
+        config: K3Config,
+        *,
+        weight_bits: int | float = 4.25,
+        latent_bytes: int | float = 1.0,
+        window_bytes: int | float = 2.0,
     ) -> "ModelCost":
-        """Costs of `config` with routed experts of `weight_bits`, other weights of 16, and latents of `latent_bytes`."""
+        """Costs of `config`: routed experts of `weight_bits`, other weights of 16, latents of `latent_bytes`."""
         kda, mla = config.kda, config.mla
         dense, expert = _dense_parameters(config), _expert_parameters(config)
         routed = len(config.moe_layers) * expert

@@ -1,11 +1,12 @@
 """The programs of the engine. Each takes one small array of numbers and gives one back.
 
-What a row is and does lives on the device: its last token, its settings, what it has said, and whether it goes on. The host
-runs a step ahead and may order a token for a row that has just stopped; such a row is inert.
+What a row is and does lives on the device: its last token, its settings, what it has said, and whether it goes on. The
+host runs a step ahead and may order a token for a row that has just stopped; such a row is inert.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,12 +14,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from k3jax import sampling
-from k3jax.cache import K3Cache, KdaCache, Leaf, MlaCache, Rows
+from k3jax.cache import K3Cache, KdaCache, LayerCache, Leaf, MlaCache, Rows
+from k3jax.speculation.acceptance import Rule
+from k3jax.speculation.drafters import DSparkDrafter, Step
+from k3jax.speculation.step import SpeculativeState
+from k3jax.speculation.step import speculate as speculative_step
 from k3jax.step import Graph, last_hidden
 from pallas.mla import write_pages
 
 SETTINGS = tuple(field.name for field in dataclasses.fields(sampling.Sampling))
-SCALARS = 8
+SCALARS = 9
 """Fields of `PrefillInput` with one column."""
 
 
@@ -36,6 +41,12 @@ class DeviceState:
     history: sampling.History
     stop_ids: Leaf
     """int32 [B, S]: filled with -1."""
+    length: Leaf
+    """int32 [B]: tokens in the cache; the host does not know it while drafts are in flight."""
+    remaining: Leaf
+    """int32 [B]: tokens that may still be sampled."""
+    context: tuple[Leaf, ...] = ()
+    """Rows of each draft layer, on the pages of the latents; empty without a draft."""
 
 
 class Layout(NamedTuple):
@@ -60,6 +71,8 @@ class PrefillInput(NamedTuple):
     """1 where a token is sampled after the chunk."""
     copy_from: Int32[Array, " R"]
     copy_to: Int32[Array, " R"]
+    remaining: Int32[Array, " R"]
+    """Tokens that the row may still sample, this one included."""
     settings: Int32[Array, "R 8"]
     """Bits of the sampling settings in the order of `SETTINGS`."""
     boundary: Int32[Array, "R N"]
@@ -71,7 +84,15 @@ class PrefillInput(NamedTuple):
     @staticmethod
     def widths(layout: Layout) -> tuple[int, ...]:
         """Columns of each field."""
-        return (*(1,) * SCALARS, len(SETTINGS), layout.captures, layout.captures, layout.stops, layout.pages, layout.tokens)
+        return (
+            *(1,) * SCALARS,
+            len(SETTINGS),
+            layout.captures,
+            layout.captures,
+            layout.stops,
+            layout.pages,
+            layout.tokens,
+        )
 
     @classmethod
     def split(cls, packed: Int32[Array, "R C"], layout: Layout) -> "PrefillInput":
@@ -121,11 +142,18 @@ def _sample(
     return Answer(sampled.token, sampled.logprob, running, finite), sampled.history, running & ~stopped
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "layout"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("graph", "layout", "drafter"), donate_argnames="state")
 def prefill(
-    graph: Graph, leaves: tuple[Array, ...], state: DeviceState, packed: Int32[Array, "R C"], *, layout: Layout
+    graph: Graph,
+    leaves: tuple[Array, ...],
+    state: DeviceState,
+    packed: Int32[Array, "R C"],
+    draft_leaves: tuple[Array, ...] = (),
+    *,
+    layout: Layout,
+    drafter: DSparkDrafter | None = None,
 ) -> tuple[DeviceState, Int32[Array, "R A"]]:
-    """One chunk for each of R rows; final ones sample a token. Donates the state."""
+    """One chunk for each of R rows; final ones sample a token. A draft learns the chunk too. Donates the state."""
     given = PrefillInput.split(packed, layout)
     rows = Rows(
         given.slot,
@@ -137,10 +165,13 @@ def prefill(
         boundary_slot=given.boundary_slot,
     )
     model = graph.merge(leaves)
-    ready = clear_padding(copy_pages(state.cache, given.copy_from, given.copy_to), rows, layout.tokens)
-    output = model(given.ids, rows, ready)
+    state = clear_padding(copy_pages(state, given.copy_from, given.copy_to), rows, layout.tokens)
+    output = model(given.ids, rows, state.cache, trace=drafter is not None)
     cache = graph.place(output.cache)
     assert cache is not None
+    context = state.context
+    if drafter is not None:
+        context = drafter.extend(draft_leaves, context, Step(given.ids, output.trace), rows)
     logits = graph.replicate(model.logits(last_hidden(output.hidden, rows)))
     params, own = given.sampling(), _histories(state.history, given)
     answer, history, goes_on = _sample(logits, params, own, given.stop_ids, given.final > 0)
@@ -157,6 +188,9 @@ def prefill(
         jax.tree.map(put, state.params, params),
         jax.tree.map(put, state.history, history),
         put(state.stop_ids, given.stop_ids),
+        put(state.length, given.start + given.count),
+        put(state.remaining, given.remaining - given.final),
+        context,
     )
     return state, answer.pack(finite_slots(cache, given.boundary_slot))
 
@@ -170,7 +204,10 @@ def _histories(history: sampling.History, given: PrefillInput) -> sampling.Histo
 def decode(
     graph: Graph, leaves: tuple[Array, ...], state: DeviceState, packed: Int32[Array, "B C"]
 ) -> tuple[DeviceState, Int32[Array, "B 4"]]:
-    """The next token of each row that is active and alive. Columns: active, slot, length, page table. Donates the state."""
+    """The next token of each row that is active and alive. Donates the state.
+
+    Columns: active, slot, length, page table.
+    """
     running = (packed[:, 0] > 0) & state.alive
     rows = Rows(packed[:, 1], packed[:, 3:], packed[:, 2], running.astype(jnp.int32))
     model = graph.merge(leaves)
@@ -189,6 +226,43 @@ def decode(
     return state, answer.pack()
 
 
+@functools.partial(jax.jit, static_argnames=("graph", "drafter", "rule"), donate_argnames="state")
+def speculate(
+    graph: Graph,
+    leaves: tuple[Array, ...],
+    state: DeviceState,
+    packed: Int32[Array, "B C"],
+    draft_leaves: tuple[Array, ...],
+    *,
+    drafter: DSparkDrafter,
+    rule: Rule,
+) -> tuple[DeviceState, Int32[Array, "B C2"]]:
+    """A block of tokens for each row that is active and alive, some of them drafted. Donates the state.
+
+    Columns as in `decode`; the length is the device's own. The answer: count, finite, tokens, bits of log-probabilities.
+    """
+    running = (packed[:, 0] > 0) & state.alive
+    rows = Rows(packed[:, 1], packed[:, 3:], state.length, running.astype(jnp.int32))
+    before = SpeculativeState(state.cache, state.context, rows, state.token, state.remaining, state.history)
+    args = (graph, leaves, drafter, draft_leaves, before, state.params, state.stop_ids)
+    after, block = speculative_step(*args, rule=rule)
+    goes_on = after.rows.query_length > 0
+    state = dataclasses.replace(
+        state,
+        cache=after.cache,
+        context=after.context,
+        token=jnp.where(running, after.token, state.token),
+        alive=jnp.where(running, goes_on, state.alive),
+        length=jnp.where(running, after.rows.length, state.length),
+        remaining=jnp.where(running, after.remaining, state.remaining),
+        history=after.history,
+    )
+    count = jnp.where(running, block.count, 0)
+    flags = jnp.stack([count, block.finite.astype(jnp.int32)], axis=1)
+    bits = jax.lax.bitcast_convert_type(block.logprob, jnp.int32)
+    return state, jnp.concatenate([flags, block.token, bits], axis=1)
+
+
 @functools.partial(jax.jit, donate_argnames="state")
 def remember(state: DeviceState, row: Int32[Array, ""], words: Int32[Array, " V"]) -> DeviceState:
     """Sets what a row has seen and said; needed where penalties are. Donates the state.
@@ -202,28 +276,34 @@ def remember(state: DeviceState, row: Int32[Array, ""], words: Int32[Array, " V"
     )
 
 
-def copy_pages(cache: K3Cache, source: Int32[Array, " R"], target: Int32[Array, " R"]) -> K3Cache:
-    """Copies latent pages in every MLA layer; target 0 copies nothing."""
-
-    def copy(entry: MlaCache) -> MlaCache:
-        place = jnp.where(target > 0, target, entry.latent.shape[0])
-        return MlaCache(entry.latent.at[place].set(entry.latent[source], mode="drop"))
-
-    return K3Cache(tuple(copy(entry) if isinstance(entry, MlaCache) else entry for entry in cache.layers))
+def _change_pools(state: DeviceState, change: Callable[[Array], Array]) -> DeviceState:
+    """The state with every paged pool changed: latents and draft rows."""
+    layers = (MlaCache(change(e.latent)) if isinstance(e, MlaCache) else e for e in state.cache.layers)
+    return dataclasses.replace(state, cache=K3Cache(tuple(layers)), context=tuple(map(change, state.context)))
 
 
-def clear_padding(cache: K3Cache, rows: Rows, tokens: int) -> K3Cache:
+def copy_pages(state: DeviceState, source: Int32[Array, " R"], target: Int32[Array, " R"]) -> DeviceState:
+    """Copies pages in every layer; target 0 copies nothing."""
+
+    def copy(pool: Array) -> Array:
+        place = jnp.where(target > 0, target, pool.shape[0])
+        return pool.at[place].set(pool[source], mode="drop")
+
+    return _change_pools(state, copy)
+
+
+def clear_padding(state: DeviceState, rows: Rows, tokens: int) -> DeviceState:
     """Zeros where the padding of a chunk looks: a NaN that another request has left there would reach real tokens.
 
     Attention gives such positions the weight zero, and zero times NaN is NaN.
     """
     padding = ~rows.valid(tokens) & (rows.query_length > 0)[:, None]
 
-    def clear(entry: MlaCache) -> MlaCache:
-        zeros = jnp.zeros((*padding.shape, entry.latent.shape[-1]), entry.latent.dtype)
-        return MlaCache(write_pages(entry.latent, zeros, rows.page_table, rows.length, padding))
+    def clear(pool: Array) -> Array:
+        zeros = jnp.zeros((*padding.shape, pool.shape[-1]), pool.dtype)
+        return write_pages(pool, zeros, rows.page_table, rows.length, padding)
 
-    return K3Cache(tuple(clear(entry) if isinstance(entry, MlaCache) else entry for entry in cache.layers))
+    return _change_pools(state, clear)
 
 
 def finite_slots(cache: K3Cache, slot: Int32[Array, "R N"]) -> Bool[Array, "R N"]:
@@ -236,29 +316,46 @@ def finite_slots(cache: K3Cache, slot: Int32[Array, "R N"]) -> Bool[Array, "R N"
     return finite
 
 
+class Piece(NamedTuple):
+    """Some pages and the state of a prefix, without batch."""
+
+    latents: tuple[Leaf, ...]
+    """[P, page, L] of each MLA layer, then the rows of each draft layer."""
+    states: tuple[Leaf, ...]
+    """[H, D, D] of each KDA layer."""
+    windows: tuple[Leaf, ...]
+
+
 @jax.jit
-def read_prefix(cache: K3Cache, pages: Int32[Array, " P"], slot: Int32[Array, ""]) -> K3Cache:
-    """Pages (in order) and state of a prefix, as a cache of their own without batch."""
-
-    def read(entry: KdaCache | MlaCache) -> KdaCache | MlaCache:
-        if isinstance(entry, MlaCache):
-            return MlaCache(entry.latent[pages])
-        return KdaCache(entry.state[slot], entry.window[slot])
-
-    return K3Cache(tuple(map(read, cache.layers)))  # pyright: ignore[reportArgumentType]
+def read_prefix(
+    cache: K3Cache, context: tuple[Array, ...], pages: Int32[Array, " P"], slot: Int32[Array, ""]
+) -> Piece:
+    """Pages, in order, and state of a prefix."""
+    pools = [*(entry.latent for entry in cache.layers if isinstance(entry, MlaCache)), *context]
+    kda = [entry for entry in cache.layers if isinstance(entry, KdaCache)]
+    return Piece(
+        tuple(pool[pages] for pool in pools),
+        tuple(entry.state[slot] for entry in kda),
+        tuple(entry.window[slot] for entry in kda),
+    )
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def write_prefix(state: DeviceState, prefix: K3Cache, pages: Int32[Array, " P"], slot: Int32[Array, ""]) -> DeviceState:
+def write_prefix(state: DeviceState, piece: Piece, pages: Int32[Array, " P"], slot: Int32[Array, ""]) -> DeviceState:
     """Stores what `read_prefix` gave into `pages` (0: nothing) and `slot` (0: nothing). Donates the state."""
 
     def put(pool: Array, index: Array, values: Array) -> Array:
         return pool.at[jnp.where(index > 0, index, pool.shape[0])].set(values, mode="drop")
 
-    def write(entry: KdaCache | MlaCache, new: KdaCache | MlaCache) -> KdaCache | MlaCache:
-        if isinstance(entry, MlaCache):
-            return MlaCache(put(entry.latent, pages, new.latent))  # pyright: ignore[reportAttributeAccessIssue]
-        return KdaCache(put(entry.state, slot, new.state), put(entry.window, slot, new.window))  # pyright: ignore[reportAttributeAccessIssue]
+    latents, kda = iter(piece.latents), iter(zip(piece.states, piece.windows, strict=True))
 
-    layers = (write(entry, new) for entry, new in zip(state.cache.layers, prefix.layers, strict=True))  # pyright: ignore[reportArgumentType]
-    return dataclasses.replace(state, cache=K3Cache(tuple(layers)))
+    def write(entry: LayerCache) -> LayerCache:
+        if isinstance(entry, MlaCache):
+            return MlaCache(put(entry.latent, pages, next(latents)))
+        new_state, window = next(kda)
+        return KdaCache(put(entry.state, slot, new_state), put(entry.window, slot, window))
+
+    cache = K3Cache(tuple(map(write, state.cache.layers)))
+    return dataclasses.replace(
+        state, cache=cache, context=tuple(put(pool, pages, next(latents)) for pool in state.context)
+    )

@@ -1,7 +1,8 @@
 """What running sequences hold on the device, and the states on their way into the prefix cache.
 
 Device programs run in the order of dispatch, so what is released may be handed on at once: whatever the steps in flight
-still do to it happens before its next use. For the same reason the source of a copy may go as soon as the copy is dispatched.
+still do to it happens before its next use. For the same reason the source of a copy may go as soon as the copy is
+dispatched.
 """
 
 from serving.plan import Capture

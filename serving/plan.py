@@ -54,13 +54,13 @@ class PrefillRow:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class DecodeRow:
-    """The next token (or tokens) of one sequence."""
+    """The next tokens of one sequence: up to `tokens` of them where drafts may be accepted."""
 
     sequence: Sequence
     row: int
     slot: int
     length: int
-    """Tokens in the cache before the step."""
+    """Tokens in the cache before the step; at most so many while steps with drafts are in flight."""
     table: list[int]
     tokens: int = 1
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from k3jax.cache import K3Cache, KdaCache, MlaCache
+from serving.device import Piece
 
 
 class DamagedPrefix(ValueError):
@@ -17,7 +17,7 @@ class DamagedPrefix(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Prefix:
-    """Latent pages of all MLA layers, states and windows of all KDA layers, in the order of the layers."""
+    """Pages of all MLA and draft layers, states and windows of all KDA layers, in the order of the layers."""
 
     latents: list[np.ndarray]
     """[pages, page, L] each."""
@@ -25,31 +25,19 @@ class Prefix:
     windows: list[np.ndarray]
 
     @classmethod
-    def join(cls, pieces: list[K3Cache], pages: int) -> "Prefix":
+    def join(cls, pieces: list[Piece], pages: int) -> "Prefix":
         """From pieces of a fixed number of pages; what is beyond `pages` is padding."""
-        layers = list(zip(*(piece.layers for piece in pieces)))
-        latents = [
-            np.concatenate([entry.latent for entry in entries])[:pages]
-            for entries in layers
-            if isinstance(entries[0], MlaCache)
-        ]
-        kda = [entries[0] for entries in layers if isinstance(entries[0], KdaCache)]
-        return cls(latents, [np.array(e.state) for e in kda], [np.array(e.window) for e in kda])
+        latents = [np.concatenate(parts)[:pages] for parts in zip(*(piece.latents for piece in pieces))]
+        return cls(latents, list(map(np.array, pieces[0].states)), list(map(np.array, pieces[0].windows)))
 
-    def piece(self, like: K3Cache, start: int, count: int) -> K3Cache:
-        """Pages `start` to `start` + `count` and the state, as entries in the order of `like`."""
-        latents, kda = iter(self.latents), iter(zip(self.states, self.windows, strict=True))
+    def piece(self, start: int, count: int) -> Piece:
+        """Pages `start` to `start` + `count`, filled with zeros, and the state."""
 
-        def entry(kind: Any) -> KdaCache | MlaCache:
-            if isinstance(kind, KdaCache):
-                return KdaCache(*next(kda))
-            pages = next(latents)
-            part = np.zeros((count, *pages.shape[1:]), pages.dtype)
+        def part(pages: np.ndarray) -> np.ndarray:
             chosen = pages[start : start + count]
-            part[: len(chosen)] = chosen
-            return MlaCache(part)
+            return np.concatenate([chosen, np.zeros((count - len(chosen), *pages.shape[1:]), pages.dtype)])
 
-        return K3Cache(tuple(map(entry, like.layers)))
+        return Piece(tuple(map(part, self.latents)), tuple(self.states), tuple(self.windows))
 
     @property
     def arrays(self) -> list[np.ndarray]:

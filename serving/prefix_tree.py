@@ -191,7 +191,7 @@ class PrefixTree:
         return node.pages[start // self.page_size - first : -(-end // self.page_size) - first]
 
     def drop_state(self, node: Node) -> int:
-        """Takes the state of `node` out, and the pages that no other state needs. Returns the pages that became free."""
+        """Takes out the state of `node` and the pages that no other state needs; returns how many became free."""
         self.slots.uncache([node.slot])
         node.slot = 0
         freed = 0

@@ -1,10 +1,10 @@
 """Which states of a request are kept for later ones.
 
-    prompt       the last hash-unit boundary before the prompt's last token: the same prompt again, or continued
-    interval=N   every N tokens: any long prefix, at a fixed price
-    marconi      where a prompt leaves a known one (second hit at the junction; arXiv 2411.19379, section 4.1)
-    decode-end   after the last generated token: the next turn of a conversation
-    supersede    (with decode-end) of the states that one conversation has left, all but one go first when memory is short
+prompt       the last hash-unit boundary before the prompt's last token: the same prompt again, or continued
+interval=N   every N tokens: any long prefix, at a fixed price
+marconi      where a prompt leaves a known one (second hit at the junction; arXiv 2411.19379, section 4.1)
+decode-end   after the last generated token: the next turn of a conversation
+supersede    (with decode-end) of the states that one conversation has left, all but one go first when memory is short
 """
 
 import dataclasses

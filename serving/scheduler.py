@@ -1,9 +1,11 @@
 """Continuous batching: which rows decode, which chunks are prefilled, who comes in and who has to go.
 
 The scheduler runs ahead of the device: lengths are known when a step is dispatched, tokens only when it is collected.
-A preempted request gives back everything. What retention has kept of it stays in the prefix cache, and it resumes there.
+A preempted request gives back everything. What retention has kept of it stays in the prefix cache, and it resumes
+there.
 """
 
+import bisect
 import dataclasses
 from collections.abc import Callable
 
@@ -30,10 +32,12 @@ class SchedulerOptions:
     """Positions of a sequence, prompt and output together."""
     max_waiting: int = 1024
     max_waiting_tokens: int = 16 * 2**20
-    retention: Retention = Retention()
+    retention: Retention = dataclasses.field(default_factory=Retention)
     classes: tuple[RequestClass, ...] = CLASSES
     output_reserve: float = 0.25
     """Part of `max_tokens` that admission makes room for; the rest is paid by preemption if need be."""
+    block: int = 1
+    """Most tokens that a row can get in a step: one more than are drafted."""
     prefix_caching: bool = True
     model_id: str = ""
 
@@ -42,11 +46,11 @@ class SchedulerOptions:
         self.retention.check(unit)
         if not self.shapes or self.rows < 1 or self.captures < 1:
             raise ValueError("a scheduler needs at least one row, one prefill shape and one capture per row")
-        least = min(shape.size for shape in self.shapes) + self.rows - 1
+        least = min(shape.size for shape in self.shapes) + (self.rows - 1) * self.block
         if self.token_budget < least:
             raise ValueError(
                 f"token_budget is {self.token_budget}, expected at least {least}: "
-                f"the smallest prefill shape beside {self.rows - 1} decoding rows"
+                f"the smallest prefill shape beside {self.rows - 1} decoding rows of {self.block} tokens"
             )
 
 
@@ -64,17 +68,18 @@ class Scheduler:
         self.waiting = WaitingQueue(options.max_waiting, options.max_waiting_tokens)
         self.budgets = Budgets(options.classes, cache.pages.capacity)
         self.running: list[Sequence] = []
+        """In order of rank: the last one is the first to go."""
         self.prepare: Callable[[Sequence, float], bool] = lambda sequence, now: True
         """Asked before a sequence starts; False makes it wait."""
         self._rows = list(range(options.rows - 1, -1, -1))
         self._shapes = sorted(options.shapes, key=lambda shape: (shape.size, shape.tokens))
 
-    def plan(self, now: float, stride: int = 1) -> Plan | None:
+    def plan(self, now: float, stride: int | None = None) -> Plan | None:
         """The next step, or None when nothing can be done before a step in flight is collected.
 
-        `stride`: tokens per decoding row, for a runner that can do several.
+        `stride`: tokens per decoding row; `block` when None.
         """
-        decode = self._plan_decode(now, stride)
+        decode = self._plan_decode(now, stride or self.options.block)
         self._admit(now, decode)
         shape, prefill = self._plan_prefill(now, decode)
         if not prefill and not decode:
@@ -97,8 +102,8 @@ class Scheduler:
 
     def _plan_decode(self, now: float, stride: int) -> Decoding:
         rows: Decoding = {}
-        for sequence in sorted(self.running, key=lambda s: s.rank):
-            # An earlier row may have pushed this one out.
+        # A copy: a row may push out later ones, which then do not want to decode any more.
+        for sequence in self.running.copy():
             if not sequence.wants_decode:
                 continue
             tokens = min(stride, sequence.request.max_tokens - sequence.sampled)
@@ -113,7 +118,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence, length: int, now: float, decode: Decoding) -> bool:
         """Pages for `length` tokens. Pushes out less important sequences, and in the end a decoding one itself."""
         while not self.holdings.extend(sequence, length, now):
-            victim = max(self.running, key=lambda s: s.rank)
+            victim = self.running[-1]
             if victim is sequence and sequence.phase is Phase.PREFILL:
                 return False
             self._preempt(victim, decode)
@@ -139,7 +144,7 @@ class Scheduler:
             # Nobody passes a request for which memory is short, or it might wait for ever.
             if not self._start(sequence, now):
                 return
-            self.running.append(sequence)
+            bisect.insort(self.running, sequence, key=lambda s: s.rank)
             self.budgets.reserve(sequence, reserved)
 
     def _next(self, now: float, decode: Decoding) -> Sequence | None:
@@ -161,7 +166,7 @@ class Scheduler:
 
     def _displace(self, sequence: Sequence, decode: Decoding) -> bool:
         """Makes a row free by pushing out a sequence of a lower priority."""
-        victim = max(self.running, key=lambda s: s.rank)
+        victim = self.running[-1]
         if victim.request.priority <= sequence.request.priority:
             return False
         self._preempt(victim, decode)
@@ -217,7 +222,8 @@ class Scheduler:
 
     def _plan_prefill(self, now: float, decode: Decoding) -> tuple[Shape | None, list[PrefillRow]]:
         ready = sorted((s for s in self.running if s.phase is Phase.PREFILL), key=self.budgets.prefill_order)
-        shape = self._choose_shape([s.to_prefill for s in ready], self.options.token_budget - len(decode))
+        budget = self.options.token_budget - len(decode) * self.options.block
+        shape = self._choose_shape([s.to_prefill for s in ready], budget)
         if not ready or shape is None:
             return None, []
         chosen = {sequence: self._chunk_end(sequence, shape.tokens) for sequence in ready[: shape.rows]}

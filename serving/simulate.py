@@ -16,7 +16,7 @@ import numpy as np
 
 from serving.alpha import AlphaTuner
 from serving.core import Core
-from serving.costs import DEVICES, Device, ModelCost
+from serving.costs import Device, ModelCost
 from serving.plan import Plan, RowResult, Shape, StepResult
 from serving.prefix_cache import CacheOptions, PrefixCache
 from serving.request import Request
@@ -40,7 +40,9 @@ POLICIES = (
 class SegmentPath:
     """A sequence made of segments: units are named by the segments that they cover."""
 
-    def __init__(self, salt: str, segments: Iterable[tuple[int, int]], unit: int, known: "SegmentPath | None" = None) -> None:
+    def __init__(
+        self, salt: str, segments: Iterable[tuple[int, int]], unit: int, known: "SegmentPath | None" = None
+    ) -> None:
         """`known`: a path whose segments may begin this one; its units are then taken over."""
         self.segments = tuple(segments)
         self._unit, self._salt = unit, salt
@@ -58,7 +60,9 @@ class SegmentPath:
 
     def tail(self, units: int, tokens: int) -> Any:
         """See `Path.tail`."""
-        return hash((self.units[units - 1] if units else self._salt, tokens, *self._covered(units * self._unit, tokens)))
+        return hash(
+            (self.units[units - 1] if units else self._salt, tokens, *self._covered(units * self._unit, tokens))
+        )
 
     def _name_units(self) -> None:
         parent = self.units[-1] if self.units else self._salt
@@ -147,7 +151,8 @@ def build(policy: str, cost: ModelCost, device: Device, cache: CacheOptions, opt
     kind, _, alpha = eviction.partition("=")
     if kind not in ("lru", "flop"):
         raise ValueError(f"policy {policy!r}: eviction is {kind!r}, expected lru, flop or flop=ALPHA")
-    tuner = AlphaTuner(cache, cost) if kind == "flop" and not alpha else None
+    # Long enough to fill the memory several times over: before that every alpha looks alike.
+    tuner = AlphaTuner(cache, cost, window=max(256, 4 * cache.slots)) if kind == "flop" and not alpha else None
     runner = RooflineRunner(cost, device)
     pools = PrefixCache(cache, cost, alpha=float(alpha or 0.0))
     options = dataclasses.replace(options, retention=Retention.parse(retention))
@@ -195,7 +200,7 @@ class Simulation:
     def _path(self, item: TraceRequest) -> SegmentPath:
         """The path of a request; its session's last one shortens the work."""
         unit = self.core.cache.options.unit
-        key = item.prompt[-2][0] if len(item.prompt) > 1 else item.prompt[-1][0]
+        key = item.prompt[-2 if len(item.prompt) > 1 else 0][0]
         path = SegmentPath(item.tenant, (*item.prompt, item.output), unit, self._paths.pop(key, None))
         self._paths[item.output[0]] = path
         if len(self._paths) > 5000:
@@ -262,12 +267,23 @@ def divide_memory(cost: ModelCost, total: float, state_fraction: float, page_siz
 
 def table(reports: Iterable[Report]) -> Iterator[str]:
     """The reports as lines of text."""
-    heads = ("policy", "hit rate", "FLOPs saved", "cached GiB", "TTFT mean", "p95 s", "tokens/s", "alpha", "preempted", "wall s")
+    heads = (
+        "policy",
+        "hit rate",
+        "FLOPs saved",
+        "cached GiB",
+        "TTFT mean",
+        "p95 s",
+        "tokens/s",
+        "alpha",
+        "preempted",
+        "wall s",
+    )
     yield "{:42s} {:>8s} {:>11s} {:>10s} {:>9s} {:>7s} {:>9s} {:>5s} {:>9s} {:>7s}".format(*heads)
     for r in reports:
         yield (
-            f"{r.policy:42s} {r.hit_rate:8.3f} {r.flops_saved:11.3f} {r.cached_gib:10.1f} {r.ttft_mean:9.2f} {r.ttft_p95:7.2f} "
-            f"{r.tokens_per_second:9.0f} {r.alpha:5.2f} {r.preemptions:9d} {r.seconds:7.1f}"
+            f"{r.policy:42s} {r.hit_rate:8.3f} {r.flops_saved:11.3f} {r.cached_gib:10.1f} {r.ttft_mean:9.2f} "
+            f"{r.ttft_p95:7.2f} {r.tokens_per_second:9.0f} {r.alpha:5.2f} {r.preemptions:9d} {r.seconds:7.1f}"
         )
 
 

@@ -1,10 +1,10 @@
-"""Where evicted prefixes go: host memory first, then a directory. Restored when that is quicker than computing them again.
+"""Where evicted prefixes go: host memory, then a directory. They are restored when that is quicker than prefill.
 
     restore     bytes / (bandwidth to the device), plus bytes / (bandwidth of the disk) from a file
     recompute   FLOPs of the tokens that the device does not have / (FLOPs a second)
 
-A prefix comes back as a whole or not at all; a file whose checksum is wrong counts as absent. Files are read and written by a
-thread of their own; a request whose prefix is being read waits in the queue.
+A prefix comes back as a whole or not at all; a file whose checksum is wrong counts as absent. Files are read and
+written by a thread of their own; a request whose prefix is being read waits in the queue.
 """
 
 import collections
@@ -114,8 +114,8 @@ class Tiers:
         """Takes in what has arrived since it was spilled. Call it once a step."""
         arrived, self._arriving = self._arriving, []
         for entry, reading in arrived:
-            entry.prefix = reading.finish()
-            entry.nbytes = entry.prefix.nbytes
+            prefix = reading.finish()
+            entry.prefix, entry.nbytes = prefix, prefix.nbytes
             self._enter(entry)
         self._shrink()
 

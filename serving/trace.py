@@ -4,14 +4,15 @@ A prompt is a list of segments; equal ids mean equal tokens. One request is one 
 
     {"time": 1.5, "prompt": [[7, 6000], [1201, 380]], "output": [1202, 240], "tenant": "a"}
 
-Lines of the form of the Mooncake traces are read too: {"timestamp": ms, "input_length", "output_length", "hash_ids": [...]},
-where each hash id stands for 512 tokens.
+Lines of the form of the Mooncake traces are read too, where each hash id stands for 512 tokens:
+
+    {"timestamp": 1500, "input_length": 6400, "output_length": 240, "hash_ids": [0, 1, 2]}
 
 `agentic` makes a trace of agents at work. Its shape:
 
     sessions    arrive as a Poisson process; each picks one of `systems` system prompts by a Zipf law
     projects    half of them read one of `projects` larger texts next (a code base, a manual), by a Zipf law as well
-    turns       geometric, `turns` on average; each prompt repeats everything before it and adds a user message or a tool result
+    turns       geometric, `turns` on average; each prompt repeats everything before it and adds a message or a result
     pauses      4 of 5 turns follow a tool after about 5 s, the others a person after about a minute
     fan-out     one session in ten splits at some turn into sub-agents that share everything up to there
     ultra-long  one session in a hundred starts with a document of up to 900,000 tokens
@@ -122,7 +123,9 @@ class _Agents:
             parts.append(self._projects[self._zipf(len(self._projects))])
         return parts
 
-    def session(self, time: float, history: list[tuple[int, int]], tenant: str, *, may_split: bool) -> Iterator[TraceRequest]:
+    def session(
+        self, time: float, history: list[tuple[int, int]], tenant: str, *, may_split: bool
+    ) -> Iterator[TraceRequest]:
         """The requests of a session; a fan-out is interleaved by `agentic`, which sorts by time."""
         turns = int(self.rng.geometric(1 / self.options.turns))
         split = int(self.rng.integers(turns)) if may_split and self.rng.random() < 0.1 else -1

@@ -45,7 +45,8 @@ def prefill(rows: Sequence[PrefillRow], layout: Layout) -> np.ndarray:
     packed = np.zeros((layout.rows, sum(widths)), np.int32)
     ends = np.cumsum(widths)
     for numbers, row in zip(packed, rows):
-        scalars = (row.row, row.slot, row.source, row.start, len(row.ids), row.final, *row.copy)
+        left = row.sequence.request.max_tokens - len(row.sequence.outputs)
+        scalars = (row.row, row.slot, row.source, row.start, len(row.ids), row.final, *row.copy, left)
         numbers[: len(scalars)] = scalars
         fields = (
             settings(row.sequence.request),
@@ -64,11 +65,28 @@ def _stops(request: Request, width: int) -> list[int]:
     return [*request.stop_ids, *[-1] * (width - len(request.stop_ids))]
 
 
-def decode(rows: Sequence[DecodeRow], batch: int, width: int) -> np.ndarray:
-    """int32 [B, 3 + P]: active, slot, length, page table of every row of the batch."""
-    packed = np.zeros((batch, 3 + width), np.int32)
-    for row in rows:
-        numbers = packed[row.row]
-        numbers[:3] = 1, row.slot, row.length
-        numbers[3 : 3 + len(row.table)] = row.table
-    return packed
+class DecodeTables:
+    """The decode upload, kept from step to step: only what has changed is written again."""
+
+    def __init__(self, batch: int, width: int) -> None:
+        self._numbers = np.zeros((batch, 3 + width), np.int32)
+        self._tables: list[list[int] | None] = [None] * batch
+        self._filled = [0] * batch
+
+    def pack(self, rows: Sequence[DecodeRow], width: int) -> np.ndarray:
+        """int32 [B, 3 + P]: active, slot, length, page table of every row of the batch."""
+        index = [row.row for row in rows]
+        self._numbers[:, :3] = 0
+        self._numbers[index, :3] = [(1, row.slot, row.length) for row in rows]
+        for row in rows:
+            if self._tables[row.row] is not row.table or self._filled[row.row] != len(row.table):
+                self._write(row.row, row.table)
+        # A copy: the transfer may still read it while the next step is packed.
+        return self._numbers[:, : 3 + width].copy()
+
+    def _write(self, row: int, table: list[int]) -> None:
+        """A table that is still the same list has only grown."""
+        start = self._filled[row] if self._tables[row] is table else 0
+        self._numbers[row, 3 + start : 3 + len(table)] = table[start:]
+        self._numbers[row, 3 + len(table) :] = 0
+        self._tables[row], self._filled[row] = table, len(table)

@@ -46,7 +46,9 @@ def test_imports_go_with_the_grain(path):
         if package == "k3jax" and root == "checkpoints":
             inside = module.split(".")
             assert inside[1] in PROGRAMS or inside[1] == "train", f"{path}:{line} imports {name}"
-        assert root not in ("torch", "pickle"), f"{path}:{line} imports {name}"
+        assert root != "pickle", f"{path}:{line} imports {name}"
+        # Rivals in a benchmark run are the one place where torch may appear.
+        assert root != "torch" or path.name == "peers.py", f"{path}:{line} imports {name}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: names(path)[0])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
-from k3jax.dspark_config import DraftGqa, DraftMla, DSparkConfig
+from k3jax.dspark.config import DraftGqa, DraftMla, DSparkConfig
 from k3jax.layers.norm import RmsNorm
 from k3jax.layers.rope import rotate
 from k3jax.params import Tree

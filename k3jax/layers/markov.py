@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from k3jax.dspark_config import DSparkConfig
+from k3jax.dspark.config import DSparkConfig
 from k3jax.params import Tree
 from pallas.precision import einsum
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from k3jax.dspark_config import Rope, Yarn
+from k3jax.dspark.config import Rope, Yarn
 
 
 def frequencies(rope: Rope, dim: int) -> Float[np.ndarray, " half"]:

@@ -280,7 +280,9 @@ def _settle(command: Settle) -> None:
 
     config, tree = checkpoints.load(command.checkpoint, dtype=jnp.bfloat16)
     names = ("data", "out", "rows", "length", "seed", "wait")
-    settings = programs.Training(config=config, steps=0, seconds=None, **{name: getattr(command, name) for name in names})
+    settings = programs.Training(
+        config=config, steps=0, seconds=None, **{name: getattr(command, name) for name in names}
+    )
     print(json.dumps(programs.settle_checkpoint(settings, tree, _export)))
 
 

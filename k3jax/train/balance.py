@@ -41,9 +41,7 @@ def required_bias(scores: Float32[Array, "N E"], bias: Float32[Array, " E"], k: 
     return top[:, k, None] - scores
 
 
-def exact(
-    required: Float32[Array, "N E"], k: int, valid: Bool[Array, " N"] | None = None
-) -> Float32[Array, " E"]:
+def exact(required: Float32[Array, "N E"], k: int, valid: Bool[Array, " N"] | None = None) -> Float32[Array, " E"]:
     """The next bias from all required biases: the value that exactly q = m k / n tokens lie below."""
     tokens, experts = required.shape
     valid = jnp.ones(tokens, bool) if valid is None else valid

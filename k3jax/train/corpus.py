@@ -72,7 +72,9 @@ def licence_of(distribution: metadata.Distribution) -> str | None:
     if expression:
         return expression if is_permissive(expression) else None
     prefix = "License :: OSI Approved :: "
-    classifiers = [value.removeprefix(prefix) for value in fields.get_all("Classifier") or () if value.startswith(prefix)]
+    classifiers = [
+        value.removeprefix(prefix) for value in fields.get_all("Classifier") or () if value.startswith(prefix)
+    ]
     if classifiers:
         return " AND ".join(classifiers) if all(map(is_permissive, classifiers)) else None
     free = (fields.get("License") or "").strip()

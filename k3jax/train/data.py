@@ -44,8 +44,10 @@ class ChatBatches:
     def __call__(self, step: int) -> Batch:
         """The batch of `step`."""
         position = np.arange(step * self._rows, (step + 1) * self._rows)
-        order = [np.random.Generator(np.random.Philox([self._seed, 7, int(epoch)])).permutation(len(self._ids))[place]
-                 for epoch, place in zip(*divmod(position, len(self._ids)), strict=True)]
+        order = [
+            np.random.Generator(np.random.Philox([self._seed, 7, int(epoch)])).permutation(len(self._ids))[place]
+            for epoch, place in zip(*divmod(position, len(self._ids)), strict=True)
+        ]
         text = self._text(step)
         ids = np.concatenate([self._ids[order].astype(np.int32), text.ids])
         return Batch(ids, np.concatenate([self._weight[order].astype(np.float32), text.weight]))

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from k3jax import draft_files
 from k3jax.config import K3Config
-from k3jax.dspark_config import DraftGqa, DSparkConfig, Rope
-from k3jax.generation import Decoding, Request
+from k3jax.dspark import files as draft_files
+from k3jax.dspark.config import DraftGqa, DSparkConfig, Rope
+from k3jax.generation.decoding import Decoding, Request
 from k3jax.runtime import Model
 from k3jax.sampling import Sampling
 from k3jax.train import draft_run

@@ -13,11 +13,11 @@ from jaxtyping import Array, Float32, Int32
 
 from k3jax import params
 from k3jax.cache import Rows
-from k3jax.drafters import taps
-from k3jax.dspark import DSpark
-from k3jax.dspark_config import DSparkConfig
-from k3jax.dspark_params import draft_specs
+from k3jax.dspark.config import DSparkConfig
+from k3jax.dspark.model import DSpark
+from k3jax.dspark.tensors import draft_specs
 from k3jax.runtime import Model
+from k3jax.speculation.drafters import taps
 from k3jax.step import Graph
 from k3jax.train.draft_losses import DraftLosses, Text, losses
 from k3jax.train.optimizer import learning_rate, scale_by_adam

@@ -58,6 +58,8 @@ def make_evaluate(config: K3Config, mesh: Mesh, *, dtype: Any = jnp.bfloat16) ->
 
 def evaluate_batches(evaluate: Evaluate, masters: Tree, batches: Iterable[Batch]) -> Evaluation:
     """Sums of `evaluate` over `batches`."""
-    results = [jax.device_get((sums.nats, sums.weight, sums.routed.load)) for sums in (evaluate(masters, b) for b in batches)]
+    results = [
+        jax.device_get((sums.nats, sums.weight, sums.routed.load)) for sums in (evaluate(masters, b) for b in batches)
+    ]
     nats, weight, load = (sum(values[1:], values[0]) for values in zip(*results, strict=True))
     return Evaluation(float(nats), float(weight), np.asarray(load))

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from k3jax import chat, control_tokens
+from k3jax import chat
 from k3jax.tokenizer import Tokenizer
+from k3jax.tokenizer import control as control_tokens
 
 MOST_LINES = 30
 EFFORTS = ("low", "high", "max")
@@ -55,7 +56,48 @@ def third_person(sentence: str) -> str | None:
 
 
 _NOT_VERBS = frozenset(
-    ["a", "an", "the", "this", "that", "these", "those", "it", "its", "if", "when", "whether", "true", "false", "none", "see", "not", "no", "for", "from", "in", "on", "of", "to", "helper", "function", "method", "class", "internal", "private", "same", "like", "note", "all", "any", "each", "given", "deprecated", "alias", "default"]
+    [
+        "a",
+        "an",
+        "the",
+        "this",
+        "that",
+        "these",
+        "those",
+        "it",
+        "its",
+        "if",
+        "when",
+        "whether",
+        "true",
+        "false",
+        "none",
+        "see",
+        "not",
+        "no",
+        "for",
+        "from",
+        "in",
+        "on",
+        "of",
+        "to",
+        "helper",
+        "function",
+        "method",
+        "class",
+        "internal",
+        "private",
+        "same",
+        "like",
+        "note",
+        "all",
+        "any",
+        "each",
+        "given",
+        "deprecated",
+        "alias",
+        "default",
+    ]
 )
 
 

@@ -32,7 +32,9 @@ class NgramModel:
     def __init__(self, tokens: NDArray[np.uint16], vocab_size: int, order: int = 5) -> None:
         self._bits = max(1, math.ceil(math.log2(vocab_size)))
         if order * self._bits > 64:
-            raise ValueError(f"{order} ids of {self._bits} bits do not fit in 64; expected a smaller order or vocabulary")
+            raise ValueError(
+                f"{order} ids of {self._bits} bits do not fit in 64; expected a smaller order or vocabulary"
+            )
         self._vocab_size = vocab_size
         grams, counts = np.unique(self._keys(tokens, order), return_counts=True)
         self._orders: list[Order] = []

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3jax import tokenizer, tokenizer_train
+from k3jax import tokenizer
 from k3jax.config import K3Config
 from k3jax.params import Tree
+from k3jax.tokenizer import train as tokenizer_train
 from k3jax.train import corpus, data, tokens
 from k3jax.train.forward import Batch
 from k3jax.train.ngram import NgramModel
@@ -118,7 +119,7 @@ def pretrain(settings: Training, save: Any, load: Any, export: Export | None) ->
         run = _create(settings, save, journal)
         _compile(run, settings, journal)
         data.wait_for(settings.data, settings.wait)
-        _check_tokenizer(settings)
+        check_tokenizer(settings)
         run.phases = _phases(settings)
         batches = data.validation_batches(
             settings.data, rows=settings.rows, length=settings.length, pad=settings.config.pad_token_id
@@ -142,7 +143,9 @@ def _create(settings: Training, save: Any, journal: Any) -> Any:
 
     mesh = step.data_mesh()
     if settings.rows % (mesh.size * settings.micro_batches):
-        raise TrainingError(f"rows is {settings.rows}, expected a multiple of {mesh.size} devices x {settings.micro_batches}")
+        raise TrainingError(
+            f"rows is {settings.rows}, expected a multiple of {mesh.size} devices x {settings.micro_batches}"
+        )
     dtype = jnp.dtype(settings.dtype)
     directory = settings.out / "states"
     directory.mkdir(parents=True, exist_ok=True)
@@ -151,7 +154,12 @@ def _create(settings: Training, save: Any, journal: Any) -> Any:
         config=settings.config,
         mesh=mesh,
         step=step.make_step(
-            settings.config, mesh, dtype=dtype, remat=settings.remat, micro_batches=settings.micro_batches, muon_dtype=dtype
+            settings.config,
+            mesh,
+            dtype=dtype,
+            remat=settings.remat,
+            micro_batches=settings.micro_batches,
+            muon_dtype=dtype,
         ),
         state=step.create_state(settings.config, settings.seed, mesh),
         phases=(),
@@ -293,7 +301,8 @@ def export_directory(path: Path, settings: Training, masters: Tree, export: Expo
     (path / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_tokenizer(settings: Training) -> None:
+def check_tokenizer(settings: Training) -> None:
+    """Raises `TrainingError` unless the data was prepared for the configuration's vocabulary."""
     found = tokenizer.load(settings.data).vocab_size
     if found != settings.config.vocab_size:
         raise TrainingError(

@@ -45,11 +45,13 @@ def _line(record: Mapping[str, Any]) -> str:
 def read(path: Path) -> list[dict[str, Any]]:
     """The records of a journal; of steps that were run twice, the later one."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    latest = {(r["kind"], r.get("phase"), r.get("step"), i if r["kind"] != "step" else 0): r for i, r in enumerate(records)}
+    latest = {
+        (r["kind"], r.get("phase"), r.get("step"), i if r["kind"] != "step" else 0): r for i, r in enumerate(records)
+    }
     return list(latest.values())
 
 
-def curves(records: list[dict[str, Any]]) -> dict[str, list[float]]:
+def curves(records: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """Columns of the step records."""
     steps = [record for record in records if record["kind"] == "step"]
     keys = ("step", "tokens", "loss", "imbalance", "imbalance_worst", "learning_rate", "tokens_per_second")

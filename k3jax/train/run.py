@@ -152,7 +152,9 @@ class Run:
         """Logs the loss on the validation batches of the run."""
         assert self.evaluate is not None
         result = evaluate_batches(self.evaluate, self.state.masters, [place(b, self.mesh) for b in self.validation])
-        self.journal.write("validation", phase=phase, step=self.progress.step, tokens=self.progress.tokens, loss=result.loss)
+        self.journal.write(
+            "validation", phase=phase, step=self.progress.step, tokens=self.progress.tokens, loss=result.loss
+        )
 
     def checkpoint(self) -> None:
         """Saves state and progress; an older state is kept until the new one is complete."""

@@ -107,7 +107,9 @@ def packed_parameters(config: K3Config, masters: Tree) -> Tree:
 
     def pack_experts(experts: Tree) -> Tree:
         packed = {name: pack(array) for name, array in experts.items()}
-        return {f"{name}_{part}": value[i] for name, value in packed.items() for i, part in enumerate(("packed", "scale"))}
+        return {
+            f"{name}_{part}": value[i] for name, value in packed.items() for i, part in enumerate(("packed", "scale"))
+        }
 
     def convert(path: tuple[str, ...], spec: ParamSpec) -> jax.Array:
         if "experts" in path:

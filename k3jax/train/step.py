@@ -67,7 +67,9 @@ def gradients(
     """Sums over a batch, and the gradient of `nats` in the master parameters."""
 
     def nats(masters: Tree) -> tuple[Array, Losses]:
-        result = losses(config, specs.compute_parameters(specs.training_specs(config), masters, dtype), batch, remat=remat)
+        result = losses(
+            config, specs.compute_parameters(specs.training_specs(config), masters, dtype), batch, remat=remat
+        )
         return result.nats, result
 
     gradient, result = jax.grad(nats, has_aux=True)(masters)
@@ -133,7 +135,9 @@ def make_step(
         weight = jnp.maximum(result.weight, 1)
         gradient = jax.tree.map(lambda leaf: leaf / weight, summed)
         ascent, inner = transformation.update(gradient, state.optimizer, state.masters)
-        masters = jax.tree.map(lambda master, direction: master - controls.learning_rate * direction, state.masters, ascent)
+        masters = jax.tree.map(
+            lambda master, direction: master - controls.learning_rate * direction, state.masters, ascent
+        )
         masters = set_biases(config, masters, result.routed, controls.balanced)
         metrics = Metrics(
             result.nats / weight,

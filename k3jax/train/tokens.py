@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from k3jax import control_tokens, tokenizer
+from k3jax import tokenizer
+from k3jax.tokenizer import control as control_tokens
 from k3jax.train import instructions
 from k3jax.train.corpus import RECORD_COLUMNS, Source
 

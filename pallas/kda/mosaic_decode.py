@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas.kda.mosaic_token import (
-    CHANNELS, GATE, PARAMS, STATE_LAYOUT, VALUE_LAYOUT, fetch_inputs, fetch_slot, gate_vectors, gated_norm,
+    CHANNELS, GATE, PARAMS, STATE_LAYOUT, VALUE_LAYOUT, fetch_inputs, fetch_slot, gate_parameters, gate_vectors, gated_norm,
     overlap_vectors, pl_ds, scratch, sigmoid, step, token_vectors,
 )
 from pallas.kda.types import WINDOW, Decode, KdaWeights
@@ -53,10 +53,11 @@ def decode(
         mark = code[row]
         slot, fresh = jnp.abs(mark), mark < 0
         pl.when(mark != 0)(lambda: fetch_slot(state_pool, window_pool, slot, head, buffers))
+        parameters = gate_parameters(a_log, dt_bias, head)
         strength = sigmoid(beta[row, head].astype(jnp.float32))
         weight = plgpu.load(norm, layout=VALUE_LAYOUT, optimized=False)
         plgpu.barrier_wait(buffers["inputs_ready"])
-        gate_vectors(buffers, a_log[head], dt_bias.at[head], lower_bound)
+        gate_vectors(buffers, parameters, lower_bound)
 
         @pl.when(mark == 0)
         def _inert() -> None:
@@ -86,7 +87,7 @@ def decode(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(state, state_pool.at[slot, head])
             output[row, head] = gated_norm(reading, gate, weight, norm_eps, output.dtype)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     states, windows = jax.new_ref(state_pool), jax.new_ref(window_pool)
     kernel = plgpu.kernel(

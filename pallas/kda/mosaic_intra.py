@@ -25,17 +25,18 @@ from pallas.kda.mosaic_token import CHANNELS, KEY_EPS, pl_ds
 from pallas.kda.types import KdaWeights
 
 BLOCK, CHUNK, TILE = 64, 32, 16
-HALF = CHUNK // 2
 LOG2_E = 1.4426950408889634
 WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 NARROW = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(64))
 
-ROW_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, CHANNELS), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-"""[64, 128]: four neighbouring tokens on four warps, four channels a lane; halves of chunks are whole slices of it."""
 RUN_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((BLOCK, CHANNELS), (TILE, CHANNELS), (4,))), warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1
+    plgpu.Tiling(((TILE, CHANNELS), (4, CHANNELS), (4,))), warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1
 )
-"""[64, 128]: sixteen tokens in a row per warp, so that the convolution's four shifted loads share three of four rows."""
+"""[16, 128]: whole tokens per warp, for sums over channels; four in a row, so that shifted loads of the convolution meet."""
+COLUMN_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((TILE, CHANNELS), (TILE, 32), (8, 32), (4, 32), (2,))), warp_dims=(-8,), lane_dims=(-5, -2), vector_dim=-1
+)
+"""[16, 128]: whole channels per warp, for sums over tokens; a store meets rows four apart, which the swizzle keeps apart."""
 SOLVE_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((4, TILE), (1,))), warp_dims=(-3,), lane_dims=(plgpu.Replicated(2), -2), vector_dim=-1
 )
@@ -106,20 +107,70 @@ def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def convolve(raw: Any, taps: Any, part: int) -> jax.Array:
-    """SiLU of the convolution of q, k or v for the block, float32; `raw` has 3 rows before it, `taps` is [4, 3, 128]."""
+def convolve(raw: Any, taps: Any, part: int, first: jax.Array) -> jax.Array:
+    """SiLU of the convolution of 16 tokens of q, k or v, float32; `raw` has 3 rows before the block, `taps` is [4, 3, 128]."""
     mixed = None
     for tap in range(4):
         weight = plgpu.load(taps.at[tap, part], layout=RUN_LAYOUT.reduce(0), optimized=False)
-        rows = plgpu.load(raw.at[pl_ds(tap, BLOCK)], layout=RUN_LAYOUT, optimized=False)
-        term = rows.astype(jnp.float32) * over_columns(weight, RUN_LAYOUT)
+        rows = plgpu.load(raw.at[pl.ds(first + tap, TILE)], layout=RUN_LAYOUT, optimized=False)
+        term = rows.astype(jnp.float32) * over_columns(weight, RUN_LAYOUT, (TILE, CHANNELS))
         mixed = term if mixed is None else mixed + term
     return silu(mixed)
 
 
-def unit(x: jax.Array, scale: float) -> jax.Array:
-    """Rows of x normalised to length `scale`."""
-    return x * over_rows(lax.rsqrt((x * x).sum(axis=1) + KEY_EPS) * scale, RUN_LAYOUT)
+def over_tiles(body: Callable[[jax.Array], None]) -> None:
+    """Runs `body(first token)` for each tile of the block: a loop, because straight-line code of this length starves the
+    instruction cache."""
+
+    def step(tile: jax.Array, _: None) -> None:
+        body(tile * TILE)
+
+    lax.fori_loop(0, BLOCK // TILE, step, None)
+
+
+def valid_rows(first: jax.Array, length: jax.Array, layout: Any) -> jax.Array:
+    """Which of 16 tokens from `first` on lie below `length`."""
+    return iotas((TILE, CHANNELS), layout)[0] < length - first
+
+
+def unit_rows(raw: Any, taps: Any, part: int, scale: float, length: jax.Array, target: Any) -> None:
+    """Convolved rows of q or k, normalised to length `scale`; zero from `length` on."""
+
+    def tile(first: jax.Array) -> None:
+        mixed = convolve(raw, taps, part, first)
+        factor = lax.rsqrt((mixed * mixed).sum(axis=1) + KEY_EPS) * scale
+        result = mixed * over_rows(factor, RUN_LAYOUT, (TILE, CHANNELS))
+        target[pl.ds(first, TILE), :] = jnp.where(valid_rows(first, length, RUN_LAYOUT), result, 0.0).astype(target.dtype)
+
+    over_tiles(tile)
+
+
+def value_rows(raw: Any, taps: Any, betas: Any, length: jax.Array, target: Any) -> None:
+    """Convolved rows of v times beta; zero from `length` on."""
+
+    def tile(first: jax.Array) -> None:
+        beta = plgpu.load(betas.at[pl.ds(first, TILE)], layout=RUN_LAYOUT.reduce(1), optimized=False)
+        result = convolve(raw, taps, 2, first) * over_rows(beta, RUN_LAYOUT, (TILE, CHANNELS))
+        target[pl.ds(first, TILE), :] = jnp.where(valid_rows(first, length, RUN_LAYOUT), result, 0.0).astype(target.dtype)
+
+    over_tiles(tile)
+
+
+def gate_rows(
+    logits: Any, speed: jax.Array, bias: jax.Array, lower_bound: float, length: jax.Array, gates: tuple, totals: Any
+) -> None:
+    """Log decays of the block in base 2, in two parts, and exp of their sum over each tile; zero decay from `length` on."""
+
+    def tile(first: jax.Array) -> None:
+        rows = plgpu.load(logits.at[pl.ds(first, TILE)], layout=COLUMN_LAYOUT, optimized=False).astype(jnp.float32)
+        shifted = (rows + over_columns(bias, COLUMN_LAYOUT, (TILE, CHANNELS))) * (0.5 * speed)
+        decay = (0.5 * lower_bound * LOG2_E) * (1.0 + jnp.tanh(shifted))
+        decay = jnp.where(valid_rows(first, length, COLUMN_LAYOUT), decay, 0.0)
+        totals[first // TILE] = jnp.exp2(decay.sum(axis=0))
+        for gate, half in zip(gates, halves(decay)):
+            gate[pl.ds(first, TILE), :] = half
+
+    over_tiles(tile)
 
 
 def own_columns(blocks: jax.Array) -> jax.Array:
@@ -246,45 +297,35 @@ def intra(
         start = lax.axis_index("blocks") * BLOCK
         length = lengths[row] - start
 
-        def strength(layout: Any) -> jax.Array:
-            return plgpu.load(betas, layout=layout, optimized=False)
-
         @pl.when(length > 0)
         def _block() -> None:
             fetch_raw(qkvz, window, (raw_query, raw_key, raw_value), ready, row, head, start)
+            there = (row, head, pl.ds(start, BLOCK))
             plgpu.copy_gmem_to_smem(conv.at[:, head], taps, ready)
+            plgpu.copy_gmem_to_smem(decay.at[row, pl.ds(start, BLOCK), head], columns, ready)
             beta_logits = plgpu.load(
                 beta.at[row, pl.ds(start, BLOCK), head], layout=PRODUCT.reduce(1), optimized=False
             ).astype(jnp.float32)
-            logits = plgpu.load(decay.at[row, pl.ds(start, BLOCK), head], layout=ROW_LAYOUT, optimized=False)
-            bias = plgpu.load(dt_bias.at[head], layout=ROW_LAYOUT.reduce(0), optimized=False)
-            token, _ = iotas((BLOCK, CHANNELS), ROW_LAYOUT)
-            valid = token < length
-            shifted = (logits.astype(jnp.float32) + over_columns(bias, ROW_LAYOUT)) * (0.5 * jnp.exp(a_log[head]))
-            gates = jnp.where(valid, (0.5 * lower_bound * LOG2_E) * (1.0 + jnp.tanh(shifted)), 0.0)
-            for part in range(BLOCK // HALF):
-                total = jnp.exp2(gates[HALF * part : HALF * (part + 1)].sum(axis=0))
-                total_out[row, head, start // HALF + part] = total
-            betas[...] = 0.5 + 0.5 * jnp.tanh(0.5 * beta_logits)
+            bias = plgpu.load(dt_bias.at[head], layout=COLUMN_LAYOUT.reduce(0), optimized=False)
+            speed = jnp.exp(a_log[head])
+            beta_rows = 0.5 + 0.5 * jnp.tanh(0.5 * beta_logits)
+            betas[...] = beta_rows
             plgpu.barrier_wait(ready)
-            token, _ = iotas((BLOCK, CHANNELS), RUN_LAYOUT)
-            valid = token < length
-            query[...] = jnp.where(valid, unit(convolve(raw_query, taps, 0), channels**-0.5), 0.0).astype(query.dtype)
-            key[...] = jnp.where(valid, unit(convolve(raw_key, taps, 1), 1.0), 0.0).astype(key.dtype)
+            unit_rows(raw_query, taps, 0, channels**-0.5, length, query)
+            unit_rows(raw_key, taps, 1, 1.0, length, key)
             plgpu.commit_smem()
-            gate_high[...], gate_low[...] = halves(gates)
+            totals = total_out.at[row, head, pl.ds(start // TILE, BLOCK // TILE)]
+            gate_rows(columns, speed, bias, lower_bound, length, (gate_high, gate_low), totals)
             plgpu.commit_smem()
 
             relative = relative_decay((gate_high, gate_low), product)
             rising, wide = jnp.exp2(relative), plgpu.load(key, layout=PRODUCT).astype(jnp.float32)
             columns[...] = (wide * jnp.exp2(-relative)).astype(columns.dtype)
-            key[...] = (wide * (rising * over_rows(strength(PRODUCT.reduce(1)), PRODUCT))).astype(key.dtype)
+            key[...] = (wide * (rising * over_rows(beta_rows, PRODUCT))).astype(key.dtype)
             query[...] = (plgpu.load(query, layout=PRODUCT).astype(jnp.float32) * rising).astype(query.dtype)
-            value = convolve(raw_value, taps, 2) * over_rows(strength(RUN_LAYOUT.reduce(1)), RUN_LAYOUT)
             plgpu.commit_smem()
-            gate_high[...] = jnp.where(valid, value, 0.0).astype(gate_high.dtype)
+            value_rows(raw_value, taps, betas, length, gate_high)
             plgpu.commit_smem()
-            there = (row, head, pl.ds(start, BLOCK))
             outputs = (query_out, pull_out, push_out, key_out)
             for source, target in zip((query, key, gate_high, columns), outputs):
                 plgpu.copy_smem_to_gmem(source, target.at[there])
@@ -303,11 +344,11 @@ def intra(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(narrow, attention_out.at[there])
             plgpu.copy_smem_to_gmem(inverse, inverse_out.at[there])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     wide = jax.ShapeDtypeStruct((rows, heads, tokens, channels), jnp.bfloat16)
     square = jax.ShapeDtypeStruct((rows, heads, tokens, CHUNK), jnp.bfloat16)
-    total = jax.ShapeDtypeStruct((rows, heads, tokens // HALF, channels), jnp.float32)
+    total = jax.ShapeDtypeStruct((rows, heads, tokens // TILE, channels), jnp.float32)
     tile = plgpu.SMEM((BLOCK, channels), jnp.bfloat16, transforms=WIDE)
     raw = plgpu.SMEM((BLOCK + 3, channels), jnp.bfloat16)
     half = plgpu.SMEM((BLOCK, BLOCK), jnp.bfloat16, transforms=WIDE)
@@ -323,7 +364,7 @@ def intra(
             tile, tile, tile, plgpu.SMEM((BLOCK,), jnp.float32),
             plgpu.RefUnion(raw, tile), plgpu.RefUnion(raw, tile, (half, half)), plgpu.RefUnion(raw, solved, blocks),
             plgpu.RefUnion(plgpu.SMEM((4, 3, channels), jnp.float32), blocks),
-            plgpu.Barrier(num_arrivals=7),
+            plgpu.Barrier(num_arrivals=8),
         ),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True, unsafe_no_auto_barriers=True

@@ -42,8 +42,8 @@ def advance(
     state = state * decay(0)
     operand = state.astype(jnp.bfloat16)
 
-    def run(refs: tuple) -> None:
-        predicted, write, reading, after = refs
+    def run(predicted: Any, write: Any, reading: Any, after: Any) -> tuple[jax.Array, jax.Array]:
+        after[...] = state
         plgpu.wgmma(predicted, operand, pull.transpose((1, 0)))
         plgpu.wgmma(write, push.transpose((1, 0)), inverse.transpose((1, 0)))
         meanwhile()
@@ -54,11 +54,11 @@ def advance(
         if query is not None:
             plgpu.wgmma(reading, operand, query.transpose((1, 0)))
             plgpu.wgmma(reading, written, attention.transpose((1, 0)))
+        following = plgpu.wgmma_accumulator_load(after, wait_n=0 if query is None else 2) * decay(1)
+        return following, plgpu.wgmma_accumulator_load(reading, wait_n=0)
 
-    blank = plgpu.layout_cast(jnp.zeros((SIDE, CHUNK), jnp.float32), PRODUCT)
-    start = tuple(plgpu.ACC.init(x) for x in (blank, blank, blank, state))
-    _, _, reading, after = pl.run_state(run)(start)
-    return after * decay(1), reading
+    narrow = plgpu.ACC((SIDE, CHUNK), jnp.float32)
+    return pl.run_scoped(run, narrow, narrow, narrow, plgpu.ACC((SIDE, CHANNELS), jnp.float32))
 
 
 def emulated_advance(

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas.kda.types import KEY_EPS, WINDOW
@@ -93,30 +94,38 @@ def fetch_slot(state_pool: Any, window_pool: Any, slot: jax.Array, head: jax.Arr
     plgpu.copy_gmem_to_smem(state_pool.at[slot, head], buffers["state"], buffers["state_ready"])
 
 
-def gate_vectors(buffers: dict[str, Any], a_log: jax.Array, dt_bias: Any, lower_bound: float, decays: Any = None) -> None:
+def gate_parameters(a_log: Any, dt_bias: Any, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(exp(a_log), dt_bias spread over rows), read from device memory: to be called before anything is waited for."""
+    bias = plgpu.load(dt_bias.at[head], layout=VALUE_LAYOUT, optimized=False)
+    return jnp.exp(a_log[head]), spread(bias, 1, (ROWS, CHANNELS), ROW_LAYOUT)
+
+
+def gate_vectors(
+    buffers: dict[str, Any], parameters: tuple[jax.Array, jax.Array], lower_bound: float, decays: Any = None
+) -> None:
     """Writes exp(g) of every token to `vectors`, and g to `decays` where given."""
-    bias = spread(plgpu.load(dt_bias, layout=VALUE_LAYOUT, optimized=False), 1, (ROWS, CHANNELS), ROW_LAYOUT)
+    speed, bias = parameters
     for first in range(0, buffers["logits"].shape[0], ROWS):
         rows = pl_ds(first, ROWS)
         logits = plgpu.load(buffers["logits"].at[rows], layout=ROW_LAYOUT).astype(jnp.float32)
-        decay = lower_bound * sigmoid(jnp.exp(a_log) * (logits + bias))
+        decay = lower_bound * sigmoid(speed * (logits + bias))
         buffers["vectors"][RETAIN, rows, :] = jnp.exp(decay)
         if decays is not None:
             decays[rows, :] = decay
 
 
-def token_vectors(buffers: dict[str, Any], token: int) -> None:
+def token_vectors(buffers: dict[str, Any], token: int | jax.Array) -> None:
     """Convolution, SiLU and L2 norms of a token: its q, k, v and z in `vectors`."""
     raw, taps = buffers["raw"], buffers["taps"]
     mixed = plgpu.layout_cast(jnp.zeros((ROWS, CHANNELS), jnp.float32), ROW_LAYOUT)
     for tap in range(4):
-        rows = plgpu.load(raw.at[pl_ds(4 * (token + tap), 4)], layout=ROW_LAYOUT)
+        rows = plgpu.load(raw.at[pl.ds(4 * (token + tap), 4)], layout=ROW_LAYOUT)
         mixed = mixed + rows.astype(jnp.float32) * plgpu.load(taps.at[pl_ds(3 * tap, 4)], layout=ROW_LAYOUT)
     active = (mixed * sigmoid(mixed)).astype(raw.dtype).astype(jnp.float32)
     inverse = lax.rsqrt((active * active).sum(axis=1) + KEY_EPS)
     unit = active * spread(inverse, 0, (ROWS, CHANNELS), ROW_LAYOUT)
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS, CHANNELS), 0, layout=ROW_LAYOUT)
-    now = plgpu.load(raw.at[pl_ds(4 * (token + WINDOW), 4)], layout=ROW_LAYOUT).astype(jnp.float32)
+    now = plgpu.load(raw.at[pl.ds(4 * (token + WINDOW), 4)], layout=ROW_LAYOUT).astype(jnp.float32)
     plain = jnp.where(row == VALUE, active, now)
     scaled = jnp.where(row == QUERY, unit * CHANNELS**-0.5, unit)
     buffers["vectors"][pl_ds(0, 4), token, :] = jnp.where(row <= KEY, scaled, plain)

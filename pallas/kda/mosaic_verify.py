@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas.kda.mosaic_decode import require_supported
 from pallas.kda.mosaic_token import (
     CHANNELS, GATE, KEY, KEY_LAYOUT, PARAMS, ROW_LAYOUT, ROWS, STATE_LAYOUT, VALUE_LAYOUT, fetch_inputs, fetch_slot,
-    gate_vectors, gated_norm, overlap_vectors, padded, pl_ds, scratch, sigmoid, spread, step, token_vectors, write_token,
+    gate_parameters, gate_vectors, gated_norm, overlap_vectors, padded, pl_ds, scratch, sigmoid, spread, step, token_vectors, write_token,
 )
 from pallas.kda.types import WINDOW, KdaWeights, Pools, Records, Verify
 
@@ -48,7 +48,7 @@ def verify(
     require_tokens(tokens)
 
     def body(qkvz, decay, beta, conv, a_log, dt_bias, norm, state_pool, window_pool, slots, lengths,
-             output, write_out, key_out, decay_out, decays, writes, readings, gated, **buffers):
+             output, write_out, key_out, decay_out, decays, writes, readings, gated, strengths, **buffers):
         row, head = lax.axis_index("rows"), lax.axis_index("heads")
         sources = [qkvz.at[row, token, head] for token in range(tokens)]
         fetch_inputs(sources, decay.at[row, :, head], conv, head, buffers)
@@ -56,30 +56,35 @@ def verify(
         # Rows on the dummy slot run on its contents like any other; `mask` then clears what they produced.
         fetch_slot(state_pool, window_pool, slot, head, buffers)
         length = jnp.where(slot == 0, 0, jnp.minimum(lengths[row], tokens))
-        strengths = [sigmoid(beta[row, token, head].astype(jnp.float32)) for token in range(tokens)]
+        parameters = gate_parameters(a_log, dt_bias, head)
+        for token in range(tokens):
+            strengths[token] = sigmoid(beta[row, token, head].astype(jnp.float32))
         weight = spread(plgpu.load(norm, layout=VALUE_LAYOUT, optimized=False), 1, (ROWS, CHANNELS), ROW_LAYOUT)
         plgpu.barrier_wait(buffers["inputs_ready"])
-        gate_vectors(buffers, a_log[head], dt_bias.at[head], lower_bound, decays)
+        gate_vectors(buffers, parameters, lower_bound, decays)
         plgpu.barrier_wait(buffers["window_ready"])
-        for token in range(tokens):
-            token_vectors(buffers, token)
+        lax.fori_loop(0, tokens, lambda token, _: token_vectors(buffers, token), None)
         plgpu.commit_smem()
         overlap_vectors(buffers)
         plgpu.commit_smem()
         vectors = buffers["vectors"]
         plgpu.barrier_wait(buffers["state_ready"])
-        state = plgpu.load(buffers["state"], layout=STATE_LAYOUT)
-        for token in range(tokens):
+
+        def advance(token: jax.Array, state: jax.Array) -> jax.Array:
             state, reading, write = step(state, vectors, token, strengths[token], buffers["overlaps"][token])
             writes[token, :] = write
             readings[token, :] = reading
+            return state
+
+        # Loops, because straight-line code of all tokens starves the instruction cache.
+        lax.fori_loop(0, tokens, advance, plgpu.load(buffers["state"], layout=STATE_LAYOUT))
         plgpu.commit_smem()
         index = plgpu.broadcasted_iota(jnp.int32, (ROWS, CHANNELS), 0, layout=ROW_LAYOUT)
         for first in range(0, padded(tokens), ROWS):
             rows = pl_ds(first, ROWS)
             load = lambda ref: plgpu.load(ref.at[rows], layout=ROW_LAYOUT)  # noqa: E731
             mask = lambda x: jnp.where(index + first < length, x, 0.0)  # noqa: E731
-            result = gated_norm(load(readings), load(vectors.at[GATE]), weight, norm_eps, jnp.bfloat16)
+            result = gated_norm(load(readings), load(vectors.at[GATE]), weight, norm_eps, gated.dtype)
             gated[rows, :] = mask(result.astype(jnp.float32)).astype(gated.dtype)
             for ref in (writes, decays, vectors.at[KEY]):
                 ref[rows, :] = mask(load(ref))
@@ -89,7 +94,7 @@ def verify(
             (gated, output), (writes, write_out), (vectors.at[KEY], key_out), (decays, decay_out)
         ):
             plgpu.copy_smem_to_gmem(source.at[valid], target.at[row, :, head])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     record = jax.ShapeDtypeStruct((rows, tokens, heads, channels), jnp.float32)
     plane = plgpu.SMEM((padded(tokens), channels), jnp.float32)
@@ -100,7 +105,8 @@ def verify(
         grid_names=("heads", "rows"),
         scratch_types={
             "decays": plane, "writes": plane, "readings": plane,
-            "gated": plgpu.SMEM((padded(tokens), channels), qkvz.dtype), **scratch(tokens, qkvz.dtype),
+            "gated": plgpu.SMEM((padded(tokens), channels), qkvz.dtype),
+            "strengths": plgpu.SMEM((tokens,), jnp.float32), **scratch(tokens, qkvz.dtype),
         },
         compiler_params=PARAMS,
         interpret=interpret,
@@ -153,7 +159,7 @@ def commit(
             plgpu.copy_smem_to_gmem(state, state_pool.at[slot, head])
             for age in range(WINDOW):
                 plgpu.copy_smem_to_gmem(raw.at[pl.ds(4 * (count + age), 3)], window_pool.at[slot, age, head])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     states, windows = jax.new_ref(state_pool), jax.new_ref(window_pool)
     plgpu.kernel(

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from k3jax import tokenizer, tokenizer_train
+from k3jax import tokenizer
 from k3jax.tokenizer import Tokenizer
+from k3jax.tokenizer import train as tokenizer_train
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax import acceptance
+from k3jax.speculation import acceptance
 
 VOCAB, DRAFTS = 3, 2
 

@@ -12,9 +12,10 @@ import pytest
 import checkpoints
 import k3jax
 from checkpoints import CheckpointError
-from k3jax import params, prompt
+from k3jax import params
 from k3jax.api import PromptError
 from k3jax.config import ConfigError
+from k3jax.generation import prompt
 from k3jax.runtime import Model
 from k3jax.sharding import ShardingError
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from k3jax import buckets
+from k3jax.generation import buckets
 
 
 @pytest.mark.parametrize("length", [*range(1, 140), 511, 512, 513, 2047, 2048, 2049, 5000])

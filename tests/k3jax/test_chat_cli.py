@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from k3jax import chat
-from k3jax.chat_cli import main
+from k3jax.chat.__main__ import main
 from k3jax.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hi 漢字 <|sep|>"}]
@@ -131,7 +131,7 @@ def test_a_missing_file_and_missing_vocabulary(tmp_path: Path, capsys: pytest.Ca
 def test_the_program_runs_as_a_module(request_file: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-W", "error", "-m", "k3jax.chat", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(chat.__file__).parents[1])
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(chat.__file__).parents[2])
 
     shown = run("--help")
     assert shown.returncode == 0

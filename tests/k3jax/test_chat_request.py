@@ -3,7 +3,7 @@
 import pytest
 
 from k3jax import chat
-from k3jax.chat_request import render_arguments
+from k3jax.chat.request import render_arguments
 
 MESSAGES = [{"role": "user", "content": "x"}]
 

@@ -14,7 +14,7 @@ import pytest
 import checkpoints
 import k3jax
 from k3jax import api, decode, program
-from k3jax.chat_stream import DIM, PLAIN, ChannelPrinter
+from k3jax.chat.stream import DIM, PLAIN, ChannelPrinter
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ["--prompt", "def f(", "--max-tokens", "12", "--seed", "4"]
@@ -65,6 +65,7 @@ def test_text_goes_to_standard_output_and_nothing_else(program_model, expected, 
         "mesh": None,
         "implementation": None,
         "max_length": None,
+        "draft": None,
     }
 
 
@@ -106,7 +107,7 @@ def test_json_is_one_record_with_everything(program_model, expected, capsys):
 def test_statistics_go_to_standard_error(program_model, capsys):
     assert decode.main([*OPTIONS, "--stats"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in lines] == ["prefill", "decode", "first", "compilation", "weights", "state"]
+    assert [line.split()[0] for line in lines] == ["prefill", "decode", "per", "first", "compilation", "weights", "state"]
     assert "(6 tokens in" in lines[0]
     assert "ms/token (12 tokens)" in lines[1]
 
@@ -172,7 +173,7 @@ def test_the_think_channel_is_dimmed_and_set_apart(door, color):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", "x", "--draft", "d"], "error: --draft is not available: speculative decoding"),
+        (["--prompt", "x", "--draft", "no/such/draft"], "error: draft no/such/draft"),
         (["--prompt", "x", "--image", "i.png"], "error: --image is not available: image input"),
         (["--prompt", "x", "--system", "s"], "error: --system needs --chat"),
         (["--prompt", "x", "--chat", "--stop", "s"], "error: --stop does not go with --chat; use --stop-ids"),

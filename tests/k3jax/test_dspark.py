@@ -10,11 +10,12 @@ import pytest
 
 from checkpoints.source import find_source
 from checkpoints.streaming import load_tree
-from k3jax import dspark, params
+from k3jax import params
 from k3jax.cache import Rows
 from k3jax.config import ConfigError
-from k3jax.dspark_config import DraftMla, DSparkConfig, Rope, Yarn
-from k3jax.dspark_params import draft_specs
+from k3jax.dspark import model as dspark
+from k3jax.dspark.config import DraftMla, DSparkConfig, Rope, Yarn
+from k3jax.dspark.tensors import draft_specs
 from k3jax.layers.rope import frequencies, rotate
 
 INFERACT = {

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import k3jax
-from k3jax import buckets, step
+from k3jax import step
 from k3jax.api import GenerationError
-from k3jax.compilations import Compilations
+from k3jax.generation import buckets
+from k3jax.generation.compilations import Compilations
 from k3jax.runtime import Model
 
 PROMPT = [10, 200, 31, 7]

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from k3jax import cache as caches
-from k3jax import params, sampling, speculate, step
+from k3jax import params, sampling, step
 from k3jax.cache import KdaCache, Rows
 from k3jax.config import K3Config
-from k3jax.drafters import DSparkDrafter, NgramDrafter
-from k3jax.dspark import DSpark
-from k3jax.dspark_config import DraftGqa, DSparkConfig, Rope
-from k3jax.dspark_params import draft_specs
+from k3jax.dspark.config import DraftGqa, DSparkConfig, Rope
+from k3jax.dspark.model import DSpark
+from k3jax.dspark.tensors import draft_specs
 from k3jax.model import K3
+from k3jax.speculation import step as speculate
+from k3jax.speculation.drafters import DSparkDrafter, NgramDrafter
 
 PAGES, PAGE = 8, 16
 NO_STOP = -1

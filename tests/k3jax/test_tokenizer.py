@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from k3jax import tokenizer
-from k3jax.detokenizer import Detokenizer
 from k3jax.tokenizer import Tokenizer
+from k3jax.tokenizer.detokenizer import Detokenizer
 
 VECTORS = {
     "T-1": (

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from k3jax import tokenizer, tokenizer_export
+from k3jax import tokenizer
 from k3jax.tokenizer import Tokenizer
+from k3jax.tokenizer import export as tokenizer_export
 
 TEXT = "def f(x):\n    return '漢字 <|open|> [EOS] 😀'"
 LONG = ["QUJDRA" * 5000, " " * 30_000 + "end", "word " * 100_000, " " * 25_000, "\x1c" * 25_001]

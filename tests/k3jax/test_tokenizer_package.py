@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from k3jax import tokenizer, tokenizer_package
+from k3jax import tokenizer
 from k3jax.tokenizer import Tokenizer
+from k3jax.tokenizer import package as tokenizer_package
 
 TEXT = "def f(x):\n    return '漢字' <|open|>"
 

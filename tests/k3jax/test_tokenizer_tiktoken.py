@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import tiktoken
 
-from k3jax import tokenizer_train
 from k3jax.tokenizer import Tokenizer
+from k3jax.tokenizer import train as tokenizer_train
 
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax import api, golden, selfcheck, verify
-from k3jax.compare import compare, relative_rms
-from k3jax.golden import GoldenError
-from k3jax.verification import Bounds, Verification, compare_choices
+from k3jax import api, verify
+from k3jax.verification import golden, selfcheck
+from k3jax.verification.compare import compare, relative_rms
+from k3jax.verification.comparison import Bounds, Verification, compare_choices
+from k3jax.verification.golden import GoldenError
 
 PROMPT = np.random.default_rng(3).integers(0, 256, 21).astype(np.int32)
 DECODE = np.asarray([5, 6, 7], np.int32)
@@ -172,7 +173,7 @@ def test_a_flipped_tie_does_not_spread(door, tmp_path, arrays):
     token = next(t for t in range(len(PROMPT)) if experts[0, t, 0] == 0 and experts[0, t, 1] != 1)
     other = experts.copy()
     other[0, token, 0] = 1  # as good as 0, which ties go to
-    from k3jax.observe import observe_forced
+    from k3jax.verification.observe import observe_forced
 
     forced, _ = observe_forced(tied, PROMPT.tolist(), other, size=32, room=21)
     assert relative_rms(forced.logits, states.logits) > 1e-3

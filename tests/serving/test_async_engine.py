@@ -116,8 +116,8 @@ def test_a_crash_reaches_every_stream(make_core):
     engine.start()
 
     async def main():
-        stream = await engine.submit(request("a", max_tokens=60))
         core.runner.collect = None
+        stream = await engine.submit(request("a", max_tokens=60))
         with pytest.raises(EngineStopped, match="request a: the engine has crashed"):
             await read(stream)
         with pytest.raises(EngineStopped, match="has crashed"):

@@ -203,10 +203,10 @@ def test_resumes_at_the_last_retained_boundary(make_core):
     assert core.counters.computed_tokens < 17 + 2 + 10
 
 
-@pytest.mark.parametrize("steps", range(0, 12))
+@pytest.mark.parametrize("steps", range(12))
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_cancel_at_every_moment(make_core, steps, ahead):
-    """D.1 23. Queued, first chunk, between chunks, decoding, last token: the books are right, the neighbour unharmed."""
+    """D.1 23. Queued, first chunk, between chunks, decoding, last token: books right, neighbour unharmed."""
     core = make_core(ahead=ahead)
     victim, other = request(range(20), 4), request(range(30, 44), 8)
     core.submit(victim)

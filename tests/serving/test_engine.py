@@ -1,4 +1,7 @@
-"""The engine on a real model: the same request says the same, whatever else goes on. D numbers: the bug log of the spec."""
+"""The engine on a real model: the same request says the same, whatever else goes on.
+
+Numbers such as D.1 2 refer to the log of other engines' bugs that this one must not repeat.
+"""
 
 import dataclasses
 import random
@@ -257,7 +260,9 @@ def run_schedule(runner, alone, seed):
     stems = [prompt(60 + n, 24) for n in range(2)]
     items, said = {}, {}
     for _ in range(rng.randint(3, 8)):
-        tokens = stems[rng.randrange(2)][: rng.choice([0, 8, 20, 24])] + prompt(70 + rng.randrange(4), rng.choice([1, 9]))
+        tokens = stems[rng.randrange(2)][: rng.choice([0, 8, 20, 24])] + prompt(
+            70 + rng.randrange(4), rng.choice([1, 9])
+        )
         item = request(tokens, rng.choice([2, 9]), fields={"priority": rng.randrange(2)})
         core.submit(item)
         items[item.id], said[item.id] = item, []

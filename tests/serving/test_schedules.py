@@ -136,7 +136,9 @@ def run_schedule(seed):
     items, said = {}, {}
     for number in range(rng.randint(5, 25)):
         stem = rng.randrange(3)
-        tokens = [(stem + i) % 5 for i in range(rng.randrange(20))] + [rng.randrange(3) for _ in range(rng.randint(1, 8))]
+        tokens = [(stem + i) % 5 for i in range(rng.randrange(20))] + [
+            rng.randrange(3) for _ in range(rng.randint(1, 8))
+        ]
         item = Request(id=str(number), tokens=tokens, max_tokens=rng.randint(1, 10), priority=rng.randrange(3))
         core.submit(item)
         items[item.id], said[item.id] = item, []

@@ -102,7 +102,7 @@ def test_tiers_keep_to_their_sizes(make_tiered):
     core, tiers = make_tiered(host_bytes=400, disk=False)
     for n in range(8):
         serve(core, request(str(n), [n] * 17))
-    assert 0 < len(tiers)
+    assert len(tiers) > 0
     assert tiers.host_bytes <= 400
     assert tiers.counters.dropped > 0
 

@@ -1,5 +1,7 @@
 """The small model of the training tests, as fixtures."""
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +14,19 @@ from k3jax.train.forward import Batch
 LENGTH = 16
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compilation() -> Iterator[None]:
+    """These programs run for milliseconds; optimising them would take most of the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="session")
 def small_model() -> K3Config:
     """KDA with a dense MLP, then two MLA layers with experts, in two AttnRes blocks: compiles within seconds."""
     return K3Config(
-        vocab_size=320,
+        vocab_size=600,
         hidden_size=32,
         num_layers=3,
         intermediate_size=48,
@@ -29,9 +39,9 @@ def small_model() -> K3Config:
         moe=MoeConfig(
             num_experts=8, num_experts_per_token=2, num_shared_experts=1, intermediate_size=32, latent_size=32
         ),
-        bos_token_id=64,
-        eos_token_id=66,
-        pad_token_id=319,
+        bos_token_id=344,
+        eos_token_id=346,
+        pad_token_id=599,
     )
 
 

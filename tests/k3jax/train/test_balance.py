@@ -53,7 +53,10 @@ def test_exact_form_is_equation_fourteen() -> None:
 
 @pytest.mark.parametrize("bins", [100, 1000])
 def test_histogram_agrees_with_the_exact_quantile_within_a_bin(bins: int) -> None:
-    scores, bias = jnp.asarray(skewed_scores(3)), jnp.asarray(np.random.default_rng(4).normal(0, 0.3, EXPERTS), jnp.float32)
+    scores, bias = (
+        jnp.asarray(skewed_scores(3)),
+        jnp.asarray(np.random.default_rng(4).normal(0, 0.3, EXPERTS), jnp.float32),
+    )
     routed = balance.count(scores, bias, K, jnp.ones(TOKENS, bool), bins)
     approximate = balance.next_bias(routed, bias)
     exact = numpy_exact(np.asarray(scores), np.asarray(bias))

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3jax import tokenizer, tokenizer_train
+from k3jax import tokenizer
+from k3jax.tokenizer import train as tokenizer_train
 from k3jax.train import corpus, instructions, tokens
 from k3jax.train.corpus import Source
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from k3jax.cache import Rows
-from k3jax.dspark import DSpark
-from k3jax.dspark_config import DraftGqa, DSparkConfig, Rope
+from k3jax.dspark.config import DraftGqa, DSparkConfig, Rope
+from k3jax.dspark.model import DSpark
 from k3jax.runtime import Model
 from k3jax.train import draft_losses, draft_run
 

@@ -19,17 +19,20 @@ def recurrence(qkvz, decay_logits, beta_logits, conv, a_log, dt_bias, norm, stat
     query, key, value = unit(mixed[:, :, :, 0]) * DIM**-0.5, unit(mixed[:, :, :, 1]), mixed[:, :, :, 2]
     gate = BOUND / (1 + jnp.exp(-jnp.exp(a_log)[None, None, :, None] * (decay_logits + dt_bias[None, None])))
     beta = 1 / (1 + jnp.exp(-beta_logits))
-    outputs = []
-    for t in range(TOKENS):
-        live = (t < length)[:, None, None, None]
-        decayed = jnp.exp(gate[:, t])[..., None] * state
-        write = beta[:, t][..., None] * (value[:, t] - jnp.einsum("bhkv,bhk->bhv", decayed, key[:, t]))
-        new = decayed + key[:, t][..., None] * write[..., None, :]
-        state = jnp.where(live, new, state)
-        reading = jnp.einsum("bhkv,bhk->bhv", new, query[:, t])
+
+    def advance(state, token):  # noqa: ANN001, ANN202
+        query, key, value, gate, beta, output_gate, index = token
+        live = (index < length)[:, None, None]
+        decayed = jnp.exp(gate)[..., None] * state
+        write = beta[..., None] * (value - jnp.einsum("bhkv,bhk->bhv", decayed, key))
+        new = decayed + key[..., None] * write[..., None, :]
+        reading = jnp.einsum("bhkv,bhk->bhv", new, query)
         normed = reading / jnp.sqrt(jnp.mean(reading**2, axis=-1, keepdims=True) + EPS) * norm[None, None]
-        outputs.append(jnp.where(live[..., 0], normed / (1 + jnp.exp(-qkvz[:, t, :, 3])), 0.0))
-    return jnp.stack(outputs, axis=1), state
+        return jnp.where(live[..., None], new, state), jnp.where(live, normed / (1 + jnp.exp(-output_gate)), 0.0)
+
+    tokens = [jnp.moveaxis(x, 1, 0) for x in (query, key, value, gate, beta, qkvz[:, :, :, 3])]
+    state, outputs = jax.lax.scan(advance, state, (*tokens, jnp.arange(TOKENS, dtype=jnp.int32)))
+    return jnp.moveaxis(outputs, 0, 1), state
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:
@@ -58,10 +61,12 @@ def test_chunked_gradient_equals_the_recurrent_one() -> None:
     def chunked(operands: dict) -> jax.Array:
         weights = kda.KdaWeights(*(operands[name] for name in ("conv", "a_log", "dt_bias", "norm")))
         inputs = (operands[name] for name in ("qkvz", "decay_logits", "beta_logits"))
-        result = kda.prefill(*inputs, weights, operands["state"], operands["window"], jnp.asarray(length), implementation="xla")
+        result = kda.prefill(
+            *inputs, weights, operands["state"], operands["window"], jnp.asarray(length), implementation="xla"
+        )
         return jnp.sum(result.output * jnp.float32(output_weight)) + jnp.sum(result.state * jnp.float32(state_weight))
 
-    found = jax.grad(chunked)({name: jnp.asarray(value, jnp.float32) for name, value in operands.items()})
+    found = jax.jit(jax.grad(chunked))({name: jnp.asarray(value, jnp.float32) for name, value in operands.items()})
 
     with jax.enable_x64(True):
 
@@ -69,7 +74,7 @@ def test_chunked_gradient_equals_the_recurrent_one() -> None:
             output, state = recurrence(**operands, length=jnp.asarray(length))
             return jnp.sum(output * output_weight) + jnp.sum(state * state_weight)
 
-        expected = jax.grad(slow)({name: jnp.asarray(value, jnp.float64) for name, value in operands.items()})
+        expected = jax.jit(jax.grad(slow))({name: jnp.asarray(value, jnp.float64) for name, value in operands.items()})
         assert expected["state"].dtype == jnp.float64
     errors = {name: relative(found[name], expected[name]) for name in operands}
     assert max(errors.values()) < 2e-5, errors

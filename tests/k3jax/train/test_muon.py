@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from k3jax import params
 from k3jax.config import K3Config
@@ -42,27 +43,27 @@ def test_bfloat16_stays_close() -> None:
     assert float(jnp.abs(exact - rounded.astype(jnp.float32)).max()) < 0.08
 
 
-def update_of(small_model: K3Config, path: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """(gradient, Muon's first update) of one parameter of the small_model model."""
+@pytest.fixture(scope="module")
+def first_update(small_model: K3Config) -> tuple[dict, dict]:
+    """Random gradients of the small model and Muon's first update, by path."""
     tree = specs.training_specs(small_model)
     generator = np.random.default_rng(2)
     gradients = params.map_tree(lambda spec: jnp.asarray(generator.normal(size=spec.shape), jnp.float32), tree)
     transformation = muon.scale_by_muon(specs.matrix_views(tree), momentum=0.9, dtype=FLOAT32)
-    updates, _ = transformation.update(gradients, transformation.init(gradients))
-    pick = lambda tree: np.asarray(dict(params.flatten(tree))[path])  # noqa: E731
-    return pick(gradients), pick(updates)
+    updates, _ = jax.jit(lambda g: transformation.update(g, transformation.init(g)))(gradients)
+    return tuple(dict(params.flatten(jax.device_get(values))) for values in (gradients, updates))
 
 
 def scaled(matrix: np.ndarray) -> np.ndarray:
     return 0.2 * max(matrix.shape) ** 0.5 * quintic(matrix)
 
 
-def test_attention_projections_are_orthogonalised_head_by_head(small_model: K3Config) -> None:
-    gradient, update = update_of(small_model, ("layers", "0", "attention", "qkvz"))
+def test_attention_projections_are_orthogonalised_head_by_head(first_update: tuple[dict, dict]) -> None:
+    gradient, update = (values["layers", "0", "attention", "qkvz"] for values in first_update)
     for head in range(gradient.shape[0]):
         for stream in range(4):
             np.testing.assert_allclose(update[head, stream], scaled(gradient[head, stream]), atol=2e-3)
-    gradient, update = update_of(small_model, ("layers", "1", "attention", "q_up"))
+    gradient, update = (values["layers", "1", "attention", "q_up"] for values in first_update)
     for head in range(gradient.shape[0]):
         np.testing.assert_allclose(update[head], scaled(gradient[head]), atol=2e-3)
 
@@ -71,19 +72,19 @@ def test_scaling_one_head_changes_no_other() -> None:
     view = specs.Matrices(1)
     stack = jnp.asarray(np.random.default_rng(3).normal(size=(4, 8, 16)), jnp.float32)
     louder = stack.at[0].multiply(100.0)
-    plain, loud = (
-        muon.orthogonalize({("q",): array}, {("q",): view}, FLOAT32)[("q",)] for array in (stack, louder)
-    )
+    plain, loud = (muon.orthogonalize({("q",): array}, {("q",): view}, FLOAT32)[("q",)] for array in (stack, louder))
     np.testing.assert_allclose(plain, loud, atol=1e-4)
 
 
-def test_experts_are_separate_and_output_projections_are_whole(small_model: K3Config) -> None:
-    gradient, update = update_of(small_model, ("layers", "1", "ffn", "experts", "gate_up"))
+def test_experts_are_separate_and_output_projections_are_whole(
+    small_model: K3Config, first_update: tuple[dict, dict]
+) -> None:
+    gradient, update = (values["layers", "1", "ffn", "experts", "gate_up"] for values in first_update)
     np.testing.assert_allclose(update[5, 1], scaled(gradient[5, 1]), atol=2e-3)
-    gradient, update = update_of(small_model, ("layers", "0", "attention", "out"))
+    gradient, update = (values["layers", "0", "attention", "out"] for values in first_update)
     flat = gradient.reshape(gradient.shape[0], -1)
     np.testing.assert_allclose(update.reshape(flat.shape), scaled(flat), atol=2e-3)
-    gradient, update = update_of(small_model, ("layers", "1", "attention", "in_proj"))
+    gradient, update = (values["layers", "1", "attention", "in_proj"] for values in first_update)
     rank = small_model.mla.q_lora_rank
     for part in (slice(rank), slice(rank, None)):
         np.testing.assert_allclose(update[part], scaled(gradient[part]), atol=2e-3)
@@ -97,7 +98,9 @@ def test_every_parameter_has_the_intended_optimizer(small_model: K3Config) -> No
     assert {by_name[name] for name in ("embedding", "head", "router", "beta")} == {"decayed_adam"}
     assert {by_name[name] for name in ("a_log", "dt_bias", "conv", "norm", "query", "kv_norm")} == {"adam"}
     assert by_name["correction_bias"] == "balanced"
-    matrices = [path for path, spec in params.flatten(tree) if len(spec.shape) > 1 and path[-1] not in ("dt_bias", "conv")]
+    matrices = [
+        path for path, spec in params.flatten(tree) if len(spec.shape) > 1 and path[-1] not in ("dt_bias", "conv")
+    ]
     assert all(groups[path] != "adam" for path in matrices)
 
 
@@ -130,7 +133,7 @@ def test_weight_decay_shrinks_matrices_only(small_model: K3Config) -> None:
     masters = specs.initialize(small_model, jax.random.key(0))
     transformation = optimizer.optimizer(tree, muon_dtype=jnp.float32)
     zeros = jax.tree.map(jnp.zeros_like, masters)
-    updates, _ = transformation.update(zeros, transformation.init(masters), masters)
+    updates, _ = jax.jit(lambda g, m: transformation.update(g, transformation.init(m), m))(zeros, masters)
     flat, start = dict(params.flatten(updates)), dict(params.flatten(masters))
     np.testing.assert_allclose(flat["embedding",], 0.1 * start["embedding",], rtol=1e-6)
     qkvz = ("layers", "0", "attention", "qkvz")

@@ -25,7 +25,9 @@ def test_packed_bytes_decode_to_the_values_of_training_bit_for_bit() -> None:
     packed, scale = pack(values)
     assert packed.shape == (5, 7, 48)
     assert scale.shape == (5, 7, 3)
-    np.testing.assert_array_equal(decode(np.asarray(packed), np.asarray(scale)), np.asarray(fake_quantize(values), np.float64))
+    np.testing.assert_array_equal(
+        decode(np.asarray(packed), np.asarray(scale)), np.asarray(fake_quantize(values), np.float64)
+    )
 
 
 def test_quantising_twice_changes_nothing() -> None:
@@ -55,7 +57,9 @@ def test_known_codes() -> None:
 
 
 def test_gradient_passes_through() -> None:
-    gradient = jax.grad(lambda w: jnp.sum(fake_quantize(w) * jnp.arange(64, dtype=jnp.float32)[None]))(weights(3, (2, 64)))
+    gradient = jax.grad(lambda w: jnp.sum(fake_quantize(w) * jnp.arange(64, dtype=jnp.float32)[None]))(
+        weights(3, (2, 64))
+    )
     np.testing.assert_array_equal(gradient, np.broadcast_to(np.arange(64, dtype=np.float32), (2, 64)))
 
 

@@ -1,0 +1,1 @@
+"""DSpark draft models: configuration, tensors, module, files."""

@@ -1,0 +1,65 @@
+"""Drafts on disk: DeepSpec's layout, one safetensors file and a `config.json`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax import params
+from k3jax.dspark.config import DraftGqa, DSparkConfig
+from k3jax.dspark.tensors import draft_specs
+
+WEIGHTS = "model.safetensors"
+
+
+def config_json(config: DSparkConfig) -> dict[str, Any]:
+    """The `config.json` of a GQA draft without rotary scaling; `DSparkConfig.from_hf` reads it back."""
+    attention = config.attention
+    if not isinstance(attention, DraftGqa) or config.rope.yarn is not None:
+        raise ValueError("only GQA drafts without rotary scaling are written, this one is of another kind")
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.target_hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "is_causal": config.causal,
+        "target_layer_ids": list(config.target_layer_ids),
+        "aux_hidden_stream": config.tap_stream,
+        "mask_token_id": config.mask_token_id,
+        "block_size": config.block_size,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov_kind,
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence_with_markov,
+    }
+
+
+def save(path: Path, config: DSparkConfig, parameters: params.Tree) -> None:
+    """Writes `parameters` (the tree of `draft_specs`) in bfloat16, rounding float32 masters."""
+    from safetensors.numpy import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    arrays = dict(params.flatten(parameters))
+    tensors: dict[str, np.ndarray] = {}
+    for keys, spec in params.flatten(draft_specs(config)):
+        values = np.asarray(jnp.asarray(arrays[keys]).astype(jnp.bfloat16))
+        for part in spec.pieces:
+            tensor = tensors.setdefault(part.name, np.zeros(part.shape, values.dtype))
+            view = tensor.reshape(part.view)[part.take].transpose(part.permutation)
+            view[...] = values[part.index]
+    save_file(tensors, path / WEIGHTS)
+    (path / "config.json").write_text(json.dumps(config_json(config), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,175 @@
+"""The DSpark draft model: one parallel pass over a block of masks, then a sequential head (arXiv 2607.05147).
+
+Context keys and values come from the target's taps alone and are cached for committed tokens; the block
+`[anchor, mask, ...]` starts at the position after them, and its rows live only within the step.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int32
+
+from k3jax.cache import Rows
+from k3jax.dspark.config import DSparkConfig
+from k3jax.layers.draft_attention import draft_attention
+from k3jax.layers.markov import MarkovHead
+from k3jax.layers.norm import RmsNorm
+from k3jax.params import Tree
+from pallas import mla
+from pallas.precision import einsum
+
+Pools = tuple[Float[Array, "pages page L"], ...]
+"""Context rows of each draft layer, paged like the target's latents."""
+
+
+class Draft(NamedTuple):
+    """What a block was drafted from; row k predicts the token k + 1 places after the anchor."""
+
+    hidden: Float[Array, "B G D"]
+    logits: Float[Array, "B G V"]
+    """Before the Markov bias."""
+
+
+class Drafted(NamedTuple):
+    """A drafted block."""
+
+    token: Int32[Array, "B G"]
+    logits: Float[Array, "B G V"]
+    """Of the distribution that each token was drawn from, before temperature."""
+    confidence: Float[Array, "B G"] | None
+    """Logits of the chance that each token is accepted, given that those before it are."""
+
+
+class DraftLayer(nnx.Module):
+    """Pre-norm attention and SwiGLU."""
+
+    def __init__(self, config: DSparkConfig, parameters: Tree) -> None:
+        self.attention_norm = RmsNorm(parameters["attention_norm"], config.norm_eps)
+        self.attention = draft_attention(config, parameters["attention"])
+        self.mlp_norm = RmsNorm(parameters["mlp_norm"], config.norm_eps)
+        self.gate_up, self.down = nnx.Param(parameters["gate_up"]), nnx.Param(parameters["down"])
+
+    def __call__(
+        self,
+        x: Float[Array, "B G D"],
+        position: Int32[Array, "B G"],
+        context: Float[Array, "B S L"],
+        visible: Bool[Array, "B G S+G"],
+    ) -> Float[Array, "B G D"]:
+        """The block's rows see the context and each other."""
+        normed = self.attention_norm(x)
+        rows = jnp.concatenate([context, self.attention.rows(normed, position)], axis=1)
+        x = x + self.attention(normed, position, rows, visible)
+        hidden = einsum("bgd,ifd->bgif", self.mlp_norm(x), self.gate_up[...])
+        activation = nnx.silu(hidden[..., 0, :]) * hidden[..., 1, :]
+        return x + einsum("bgf,df->bgd", activation, self.down[...])
+
+
+class DSpark(nnx.Module):
+    """A draft. Without an embedding and head of its own it uses the target's, given at each call."""
+
+    def __init__(self, config: DSparkConfig, parameters: Tree) -> None:
+        self.config = config
+        self.context_proj = nnx.Param(parameters["context_proj"])
+        self.context_norm = RmsNorm(parameters["context_norm"], config.norm_eps)
+        norms = parameters.get("tap_norms", {})
+        self.tap_norms = nnx.List([RmsNorm(norms[str(i)], config.norm_eps) for i in range(len(norms))])
+        layers = parameters["layers"]
+        self.layers = nnx.List([DraftLayer(config, layers[str(i)]) for i in range(config.num_layers)])
+        self.norm = RmsNorm(parameters["norm"], config.norm_eps)
+        self.markov = MarkovHead(config, parameters["markov"])
+        optional = {name: parameters.get(name) for name in ("embedding", "head", "confidence", "confidence_bias")}
+        self.optional = nnx.Dict({name: nnx.Param(array) for name, array in optional.items() if array is not None})
+
+    def context(self, taps: Float[Array, "B T F"]) -> Float[Array, "B T D"]:
+        """Concatenated taps as the input of every layer's context keys and values."""
+        if self.tap_norms:
+            parts = jnp.split(taps, len(self.tap_norms), axis=-1)
+            taps = jnp.concatenate([norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)], axis=-1)
+        return self.context_norm(einsum("btf,df->btd", taps, self.context_proj[...]))
+
+    def extend(self, pools: Pools, taps: Float[Array, "B T F"], rows: Rows) -> Pools:
+        """Stores the context rows of committed tokens at `rows.length` onwards. Donates the pools."""
+        context, tokens = self.context(taps), taps.shape[1]
+        position = rows.length[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+        return tuple(
+            mla.write_pages(
+                pool, layer.attention.rows(context, position), rows.page_table, rows.length, rows.valid(tokens)
+            )
+            for layer, pool in zip(self.layers, pools, strict=True)
+        )
+
+    def draft(
+        self,
+        pools: Pools,
+        anchor: Int32[Array, " B"],
+        rows: Rows,
+        embedding: Float[Array, "V D"] | None = None,
+        head: Float[Array, "V D"] | None = None,
+    ) -> Draft:
+        """The parallel pass; `rows.length` tokens have context rows and the anchor follows them."""
+        width = self.config.block_size
+        ids = jnp.full((anchor.shape[0], width), self.config.mask_token_id, jnp.int32).at[:, 0].set(anchor)
+        position = rows.length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+        x = self._own("embedding", embedding)[ids]
+        for layer, pool in zip(self.layers, pools, strict=True):
+            context = mla.gather_pages(pool, rows.page_table).astype(x.dtype)
+            seen = jnp.arange(context.shape[1], dtype=jnp.int32)[None] < rows.length[:, None]
+            context = jnp.where(seen[..., None], context, jnp.zeros((), context.dtype))
+            x = layer(x, position, context, self._visible(seen))
+        hidden = self.norm(x)
+        return Draft(hidden, einsum("bgd,vd->bgv", hidden, self._own("head", head)).astype(jnp.float32))
+
+    def _visible(self, seen: Bool[Array, "B S"]) -> Bool[Array, "B G S+G"]:
+        """Context rows that exist, and the block: all of it, or its past in causal drafts."""
+        width = self.config.block_size
+        block = jnp.ones((width, width), bool)
+        block = jnp.tril(block) if self.config.causal else block
+        shape = (seen.shape[0], width)
+        parts = jnp.broadcast_to(seen[:, None], (*shape, seen.shape[1])), jnp.broadcast_to(block[None], (*shape, width))
+        return jnp.concatenate(parts, axis=-1)
+
+    def _own(self, name: str, targets: Float[Array, "_ _"] | None) -> Float[Array, "_ _"]:
+        """The draft's own table, otherwise the target's."""
+        if name in self.optional:
+            return self.optional[name][...]
+        if targets is None:
+            raise ValueError(f"the draft has no {name} of its own and none was given, expected the target's")
+        return targets
+
+    def sample(
+        self,
+        draft: Draft,
+        anchor: Int32[Array, " B"],
+        choose: Callable[[int, Float[Array, "B V"]], Int32[Array, " B"]],
+    ) -> Drafted:
+        """Draws the block left to right; `choose(k, logits)` picks the token of row k."""
+        previous = anchor
+        state = jnp.zeros((anchor.shape[0], self.markov.rank), draft.hidden.dtype)
+        tokens, logits, confidence = [], [], []
+        for k in range(self.config.block_size):
+            step = self.markov(draft.hidden[:, k], previous, state)
+            biased = draft.logits[:, k] + step.bias
+            previous, state = choose(k, biased), step.state
+            tokens.append(previous)
+            logits.append(biased)
+            confidence.append(self.confidence(draft.hidden[:, k], step.embedding))
+        sure = None if confidence[0] is None else jnp.stack(confidence, axis=1)
+        return Drafted(jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), sure)
+
+    def confidence(self, hidden: Float[Array, "B D"], embedding: Float[Array, "B r"]) -> Float[Array, " B"] | None:
+        """Logit of the chance that a row's token is accepted, given the embedding of the token before it."""
+        if "confidence" not in self.optional:
+            return None
+        inputs = jnp.concatenate([hidden, embedding], axis=-1) if self.config.confidence_with_markov else hidden
+        score = einsum("bi,oi->bo", inputs.astype(jnp.float32), self.optional["confidence"][...].astype(jnp.float32))
+        if "confidence_bias" in self.optional:
+            score = score + self.optional["confidence_bias"][...].astype(jnp.float32)[None]
+        return score[:, 0]
+
+
+def greedy(_: int, logits: Float[Array, "B V"]) -> Int32[Array, " B"]:
+    """The most likely token."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)

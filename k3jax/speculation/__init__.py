@@ -1,0 +1,1 @@
+"""Speculative decoding: acceptance rules, drafters and the step that joins them."""

@@ -1,0 +1,1 @@
+"""A checkpoint against stored outputs, or against itself."""

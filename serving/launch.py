@@ -1,0 +1,179 @@
+"""From a loaded model and a few numbers to an engine that is ready to serve."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax.runtime import Model
+from k3jax.sampling import Sampling, SamplingError
+from serving.alpha import AlphaTuner
+from serving.core import Core
+from serving.costs import ModelCost
+from serving.plan import Shape
+from serving.prefix_cache import CacheOptions, PrefixCache
+from serving.request import Request, RequestError
+from serving.retention import Retention
+from serving.runner import JaxRunner, RunnerOptions, tokens_per_step
+from serving.scheduler import SchedulerOptions
+from serving.tiering import TierOptions, Tiers
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The engine's flags. Pools are given in members, or in bytes of both together."""
+
+    rows: int = 8
+    """Sequences that run at a time."""
+    max_length: int | None = None
+    """Positions of a sequence; the model's limit when None."""
+    step_tokens: int = 512
+    """Largest prefill chunk."""
+    pages: int | None = None
+    slots: int | None = None
+    cache_gib: float | None = None
+    """Memory of both pools, where `pages` and `slots` are not given."""
+    state_fraction: float = 0.5
+    """Part of `cache_gib` for KDA states."""
+    page_size: int = 64
+    prefix_match_unit: int = 64
+    """Tokens per hash unit."""
+    retention: str = "prompt,marconi,decode-end,supersede"
+    eviction: str = "flop"
+    """`lru`, `flop` (tuned while the engine runs) or `flop=ALPHA`."""
+    prefix_caching: bool = True
+    host_cache_gib: float = 0.0
+    """Host memory for evicted prefixes."""
+    disk_cache: Path | None = None
+    """Directory for evicted prefixes that host memory cannot hold."""
+    disk_cache_gib: float = 0.0
+    chunks: tuple[Shape, ...] | None = None
+    """Prefill programs; by default one of `step_tokens`, and two small ones for tails and short prompts."""
+    table_widths: tuple[int, ...] | None = None
+    """Page-table widths that programs are compiled for; by default 16, 64, 256, ... pages up to `max_length`."""
+    device_flops: float = 1e13
+    """FLOPs a second of prefill; decides whether an evicted prefix is restored or computed again."""
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Prefill programs."""
+        if self.chunks is not None:
+            return self.chunks
+        small = max(min(64, self.step_tokens), 2)
+        return tuple(dict.fromkeys((Shape(1, small), Shape(4, small), Shape(1, self.step_tokens))))
+
+
+def model_cost(model: Model) -> ModelCost:
+    """Costs of the model in the dtype in which it has been loaded."""
+    size = jnp.dtype(model.dtype).itemsize
+    return ModelCost.of(model.config, latent_bytes=size, window_bytes=size)
+
+
+def divide(sizes: Sizes, cost: ModelCost, max_length: int) -> CacheOptions:
+    """Members of both pools, the dummies included. By default every row fits at full length, with four states each."""
+    pages, slots = sizes.pages, sizes.slots
+    if sizes.cache_gib is not None:
+        total = sizes.cache_gib * 2**30
+        pages = pages or int(total * (1 - sizes.state_fraction) / (cost.latent_bytes_per_token * sizes.page_size))
+        slots = slots or int(total * sizes.state_fraction / cost.state_bytes)
+    pages = pages or sizes.rows * -(-max_length // sizes.page_size)
+    slots = slots or 4 * sizes.rows
+    if slots < sizes.rows:
+        raise ValueError(
+            f"{slots} state slots cannot serve {sizes.rows} rows; give more memory to states or fewer rows"
+        )
+    return CacheOptions(pages=pages + 1, slots=slots + 1, page_size=sizes.page_size, unit=sizes.prefix_match_unit)
+
+
+def describe(cache: CacheOptions, cost: ModelCost) -> Iterator[str]:
+    """The memory plan, one line per pool."""
+    page, mib = cost.latent_bytes_per_token * cache.page_size, 2**20
+    tokens = (cache.pages - 1) * cache.page_size
+    total = cache.slots * cost.state_bytes
+    latents = cache.pages * page / mib
+    yield f"latents: {cache.pages} pages of {cache.page_size} tokens, {latents:.1f} MiB for {tokens} tokens"
+    yield f"states: {cache.slots} slots of {cost.state_bytes / mib:.2f} MiB, {total / mib:.1f} MiB"
+
+
+def checker(model: Model, stops: int) -> Callable[[Request], None]:
+    """What refuses a request that the model cannot serve."""
+    vocab = model.config.vocab_size
+
+    def check(request: Request) -> None:
+        ids = np.asarray(request.tokens)
+        bad = np.flatnonzero((ids < 0) | (ids >= vocab))
+        if len(bad):
+            raise RequestError(f"token {bad[0]} of the prompt is {ids[bad[0]]}, expected an id below {vocab}")
+        if len(request.stop_ids) > stops:
+            raise RequestError(f"{len(request.stop_ids)} stop ids were given, expected at most {stops}")
+        try:
+            Sampling.of(1, **request.sampling)
+        except SamplingError as error:
+            raise RequestError(str(error)) from error
+
+    return check
+
+
+def launch(
+    model: Model, sizes: Sizes, *, report: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
+) -> Core:
+    """Prints the memory plan, allocates, compiles every program, and returns the core.
+
+    Raises `ValueError` (`RetentionError`) for numbers that do not fit together.
+    """
+    max_length = min(sizes.max_length or model.max_length, model.max_length)
+    cost = model_cost(model)
+    cache = divide(sizes, cost, max_length)
+    kind, _, alpha = sizes.eviction.partition("=")
+    if kind not in ("lru", "flop"):
+        raise ValueError(f"eviction is {sizes.eviction!r}, expected lru, flop or flop=ALPHA")
+    # The scheduler counts a drafted block as so many tokens until it knows how many stood.
+    block = tokens_per_step(model)
+    scheduling = SchedulerOptions(
+        rows=sizes.rows,
+        token_budget=max(shape.size for shape in sizes.shapes) + sizes.rows * block,
+        block=block,
+        shapes=sizes.shapes,
+        max_length=max_length,
+        retention=Retention.parse(sizes.retention),
+        prefix_caching=sizes.prefix_caching,
+        model_id=str(model.path or ""),
+    )
+    scheduling.check(cache.unit)
+    for line in describe(cache, cost):
+        report(line)
+    shapes = RunnerOptions.of(
+        rows=sizes.rows,
+        shapes=sizes.shapes,
+        captures=scheduling.captures,
+        max_length=max_length,
+        page_size=sizes.page_size,
+    )
+    if sizes.table_widths is not None:
+        shapes = dataclasses.replace(shapes, widths=sizes.table_widths)
+    runner = JaxRunner(model, cache, shapes)
+    runner.warm_up(lambda name, seconds: report(f"compiled: {name}, {seconds:.1f} s"))
+    pools = PrefixCache(cache, cost, alpha=float(alpha or 0.0))
+    return Core(
+        scheduling,
+        pools,
+        runner,
+        tuner=AlphaTuner(cache, cost, window=max(256, 4 * cache.slots)) if kind == "flop" and not alpha else None,
+        tiers=_tiers(sizes, pools, runner),
+        check=checker(model, shapes.stops),
+    )
+
+
+def _tiers(sizes: Sizes, cache: PrefixCache, runner: JaxRunner) -> Tiers | None:
+    if not sizes.host_cache_gib and sizes.disk_cache is None:
+        return None
+    options = TierOptions(
+        host_bytes=int(sizes.host_cache_gib * 2**30),
+        directory=sizes.disk_cache,
+        disk_bytes=int(sizes.disk_cache_gib * 2**30),
+        flops=sizes.device_flops,
+    )
+    return Tiers(cache, runner, options)
