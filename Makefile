@@ -11,7 +11,7 @@ help: ## list the targets
 
 demo: ## stream text from the shipped checkpoint
 	@scripts/venv
-	@$(PYTHON) -m k3jax.decode --prompt 'def fibonacci(n):' --max-tokens 96 --temperature 0 --stats
+	@$(PYTHON) -m k3jax.demo
 
 test: ## the tests that a change must pass
 	@scripts/venv test

@@ -15,6 +15,7 @@ OPS = ("kda",)
 """Op folders under `pallas/` whose `bench.py` offers `gate()` and `measure()`."""
 
 COLUMNS = ("kernel", "measured us", "floor us", "of floor", "goal us", "peer us", "peer / ours", "peer")
+WIDTHS = (37, 11, 8, 8, 7, 7, 11, 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,20 +69,20 @@ def kernels(options: Options) -> int:
     if (platform := jax.default_backend()) != "gpu":
         print(f"no times: the default backend is {platform!r}, and no GPU was measured")
         return 0
-    with program.status("measuring"):
-        measurements = [measurement._asdict() for measurement in bench.measure()]
-    print("\n".join(table(measurements)))
-    if options.json is not None:
-        record = {"device": jax.devices()[0].device_kind, "op": options.op, "measurements": measurements}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(_line(COLUMNS))
+    measurements = []
+    for measurement in bench.measure():
+        measurements.append(measurement._asdict())
+        print(_line(_cells(measurements[-1])), flush=True)
+        # After every line: a run that is cut short keeps what it has measured.
+        if options.json is not None:
+            record = {"device": jax.devices()[0].device_kind, "op": options.op, "measurements": measurements}
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 
-def table(measurements: Sequence[dict[str, Any]]) -> list[str]:
-    """Aligned lines of the measurements, under a heading."""
-    rows = [COLUMNS, *map(_cells, measurements)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+def _line(cells: Sequence[str]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS)).rstrip()
 
 
 def _cells(line: dict[str, Any]) -> tuple[str, ...]:

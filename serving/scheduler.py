@@ -152,10 +152,13 @@ class Scheduler:
         for sequence in self.waiting.heads() if len(self.waiting) else ():
             if sequence.in_flight or not self.budgets.admits(sequence.kind, self._reservation(sequence)):
                 continue
-            if not self._rows and not self._displace(sequence, decode):
+            if not self._rows and not self._may_displace(sequence):
                 return None
             sequence.path.extend(sequence.ids(len(sequence.path), sequence.known))
             if self.prepare(sequence, now) and not self._awaits_capture(sequence):
+                # Last, since whoever is pushed out could otherwise come straight back in.
+                if not self._rows:
+                    self._preempt(self.running[-1], decode)
                 return sequence
             self.counters.deferred += 1
         return None
@@ -164,13 +167,9 @@ class Scheduler:
         rest = sequence.request.max_tokens - len(sequence.outputs)
         return self.holdings.pages_for(int(sequence.known + self.options.output_reserve * rest))
 
-    def _displace(self, sequence: Sequence, decode: Decoding) -> bool:
-        """Makes a row free by pushing out a sequence of a lower priority."""
-        victim = self.running[-1]
-        if victim.request.priority <= sequence.request.priority:
-            return False
-        self._preempt(victim, decode)
-        return True
+    def _may_displace(self, sequence: Sequence) -> bool:
+        """Whether a sequence of a lower priority holds a row."""
+        return self.running[-1].request.priority > sequence.request.priority
 
     def _awaits_capture(self, sequence: Sequence) -> bool:
         """Whether a state that the sequence could start from is on its way: then it waits for it."""

@@ -77,7 +77,8 @@ class DecodeTables:
         """int32 [B, 3 + P]: active, slot, length, page table of every row of the batch."""
         index = [row.row for row in rows]
         self._numbers[:, :3] = 0
-        self._numbers[index, :3] = [(1, row.slot, row.length) for row in rows]
+        if rows:
+            self._numbers[index, :3] = [(1, row.slot, row.length) for row in rows]
         for row in rows:
             if self._tables[row.row] is not row.table or self._filled[row.row] != len(row.table):
                 self._write(row.row, row.table)

@@ -317,7 +317,7 @@ def _plain(settings: Training) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
-def baseline(directory: Path, order: int = 5) -> dict[str, float]:
+def baseline(directory: Path, order: int = 5) -> dict[str, int | float]:
     """Bits per byte of the n-gram model of the same tokenizer on the same held-out files."""
     training, validation = (np.load(directory / name) for name in (tokens.TRAINING, tokens.VALIDATION))
     sizes = json.loads((directory / tokens.SIZES).read_text(encoding="utf-8"))

@@ -1,12 +1,14 @@
 """The Mosaic GPU backend of KDA: the kernels behind one check that there is a GPU to run them."""
 
-from functools import wraps
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
-from collections.abc import Callable
+import jax
 
 from pallas.dispatch import require_gpu
-from pallas.kda import mosaic_decode, mosaic_prefill, mosaic_verify
+from pallas.kda import mosaic_decode, mosaic_prefill, mosaic_verify, xla
+from pallas.kda.types import Prefill
 
 
 def on_gpu(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -20,7 +22,26 @@ def on_gpu(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-prefill = on_gpu("kda mosaic prefill", mosaic_prefill.prefill)
+def differentiable(kernel: Callable[..., Prefill]) -> Callable[..., Prefill]:
+    """A prefill whose values are the kernel's and whose gradients are those of the portable form, recomputed."""
+
+    @partial(jax.custom_vjp, nondiff_argnums=(8, 9))
+    def run(*args: Any) -> Prefill:
+        return kernel(*args)
+
+    def forward(*args: Any) -> tuple[Prefill, tuple]:
+        return kernel(*args), args[:8]
+
+    def backward(lower_bound: float, norm_eps: float, saved: tuple, cotangent: Prefill) -> tuple:
+        floats, integers = saved[:6], saved[6:]
+        _, pull_back = jax.vjp(lambda *floats: xla.prefill(*floats, *integers, lower_bound, norm_eps), *floats)
+        return (*pull_back(cotangent), None, None)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+prefill = on_gpu("kda mosaic prefill", differentiable(mosaic_prefill.prefill))
 decode = on_gpu("kda mosaic decode", mosaic_decode.decode)
 verify = on_gpu("kda mosaic verify", mosaic_verify.verify)
 commit = on_gpu("kda mosaic commit", mosaic_verify.commit)

@@ -26,7 +26,8 @@ def solo(tokens, max_tokens, stop_ids=()):
 
 
 class FakeRunner:
-    def __init__(self, page_size, bad=()):
+    def __init__(self, page_size, bad=(), drafting=False):
+        self.drafting = drafting
         self.page_size = page_size
         self.bad = set(bad)
         """Tokens that turn a state into a NaN."""
@@ -72,8 +73,14 @@ class FakeRunner:
         if not self.alive[row.row]:
             return RowResult([], [], True)
         said = RowResult([], [], True)
-        for step in range(row.tokens):
-            self.put(row.table, row.length + step, self.token[row.row])
+        # As with drafts: some of the tokens that were asked for, and at least one.
+        start = len(self.states[row.slot])
+        assert start <= row.length
+        count = 1 + next_token(self.states[row.slot], (), row.tokens)
+        for step in range(count if self.drafting else row.tokens):
+            if not self.alive[row.row]:
+                break
+            self.put(row.table, start + step, self.token[row.row])
             self.states[row.slot] = (*self.states[row.slot], self.token[row.row])
             more = self.say(row, self.states[row.slot])
             said = RowResult(said.tokens + more.tokens, said.logprobs + more.logprobs, True)

@@ -20,17 +20,18 @@ COST = ModelCost(flops_per_token=100.0, flops_per_pair=1.0, latent_bytes_per_tok
 RETENTIONS = ("prompt", "interval=12", "marconi", "decode-end", "prompt,interval=24,marconi,decode-end,supersede", "")
 
 
-def new_core(pages, slots, page, unit, rows, ahead, alpha, retention, captures, clock=lambda: 0.0):
+def new_core(pages, slots, page, unit, rows, ahead, alpha, retention, captures, block=1, clock=lambda: 0.0):
     cache = PrefixCache(CacheOptions(pages=pages, slots=slots, page_size=page, unit=unit), COST, alpha=alpha)
     options = SchedulerOptions(
         rows=rows,
-        token_budget=16 + rows,
+        token_budget=16 + rows * block,
+        block=block,
         shapes=(Shape(1, 4), Shape(2, 8), Shape(1, 16)),
         captures=captures,
         max_length=40,
         retention=Retention.parse(retention),
     )
-    return Core(options, cache, FakeRunner(page), clock=clock, ahead=ahead)
+    return Core(options, cache, FakeRunner(page, drafting=block > 1), clock=clock, ahead=ahead)
 
 
 class Machine(RuleBasedStateMachine):
@@ -42,10 +43,11 @@ class Machine(RuleBasedStateMachine):
         alpha=st.sampled_from([0.0, 1.0]),
         retention=st.sampled_from(RETENTIONS),
         captures=st.integers(1, 2),
+        block=st.sampled_from([1, 1, 4]),
     )
-    def begin(self, sizes, unit, rows, ahead, alpha, retention, captures):
+    def begin(self, sizes, unit, rows, ahead, alpha, retention, captures, block):
         self.now = 0.0
-        self.core = new_core(*sizes, unit, rows, ahead, alpha, retention, captures, clock=lambda: self.now)
+        self.core = new_core(*sizes, unit, rows, ahead, alpha, retention, captures, block, lambda: self.now)
         self.requests, self.said, self.ended = {}, {}, {}
 
     @rule(
@@ -132,6 +134,7 @@ def run_schedule(seed):
         rng.choice([0.0, 1.0]),
         rng.choice(RETENTIONS),
         rng.randint(1, 3),
+        rng.choice([1, 3]),
     )
     items, said = {}, {}
     for number in range(rng.randint(5, 25)):

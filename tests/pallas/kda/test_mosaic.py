@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas import kda
-from pallas.kda import mosaic_decode, mosaic_prefill, mosaic_verify
+from pallas.kda import mosaic, mosaic_affine, mosaic_decode, mosaic_prefill, mosaic_verify, xla
 from pallas.kda.shapes import HEAD_DIM, HEADS, PREFILL_TOKENS, VERIFY_TOKENS
 
 BOUND, EPS = -5.0, 1e-5
@@ -87,6 +87,56 @@ def check_prefill(case, lengths, boundaries, float64_recurrence, close):
         close(actual.boundary_states, wanted, 1e-2, "boundary states")
 
 
+@pytest.mark.slow
+def test_segments_compose_interpreted(make_case, float64_recurrence, close, monkeypatch):
+    """Two segments of a row, the second only half used, run from the states that the affine maps give them."""
+    monkeypatch.setattr(mosaic_prefill, "segment_count", lambda sequences, tokens: 2)
+    case = make_case(1, 128, 1, HEAD_DIM, jnp.bfloat16, gates="slow")
+    check_prefill(case, [100], jnp.array([[32, 77]], jnp.int32), float64_recurrence, close)
+
+
+def test_affine_interpreted(make_case, float64_recurrence, close):
+    case = make_case(1, 64, 1, HEAD_DIM, jnp.bfloat16, gates="slow")
+    length = jnp.array([50], jnp.int32)
+    run = jax.jit(lambda *args: mosaic_prefill.affine(*args, BOUND, INTERPRET))
+    pair = run(*case.tokens, case.window, length)
+    applied = jnp.matmul(pair.transition, case.state, precision="highest") + pair.local_state
+    close(applied, float64_recurrence(case, [50])["states"][:, -1], 1e-2, "state")
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "segments"), [(96, 8192, 1), (12, 8192, 5), (1, 8192, 16), (12, 600, 1), (200, 64, 1)]
+)
+def test_segments_fill_the_chip(sequences, tokens, segments):
+    assert mosaic_prefill.segment_count(sequences, tokens) == segments
+    assert segments * sequences * 2 <= 132 or segments == 1
+
+
+def test_start_states_compose_the_maps(close):
+    rng = np.random.default_rng(0)
+    state, maps = rng.standard_normal((1, 2, 8, 8)), rng.standard_normal((1, 3, 2, 2, 8, 8))
+    starts = mosaic_affine.start_states(jnp.asarray(state, jnp.float32), jnp.asarray(maps, jnp.float32))
+    for segment in range(3):
+        close(starts[:, segment], state, 1e-5, f"start of segment {segment}")
+        state = state @ maps[:, segment, mosaic_affine.TRANSITION] + maps[:, segment, mosaic_affine.LOCAL]
+
+
+def test_gradients_are_the_portable_form_s(make_case):
+    """The kernel itself has no derivative; here the portable form stands for it."""
+    case = make_case(1, 20, 1, 32)
+    length, boundaries = jnp.array([17], jnp.int32), jnp.array([[5, 17]], jnp.int32)
+    wrapped = mosaic.differentiable(lambda *args: xla.prefill(*args))
+
+    def gradients(op):
+        def loss(*floats):
+            return sum(jnp.sum(x**2) for x in jax.tree.leaves(op(*floats, length, boundaries, BOUND, EPS)))
+
+        return jax.tree.leaves(jax.grad(loss, argnums=(0, 1, 2, 3, 4, 5))(*case.args()))
+
+    for a, b in zip(gradients(wrapped), gradients(xla.prefill)):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def shapes(rows, tokens, slots=None):
     """Abstract arguments up to the pools (or state and window)."""
     array = jax.ShapeDtypeStruct
@@ -126,7 +176,14 @@ def test_prefill_lowers_for_cuda():
     ids = jax.ShapeDtypeStruct((1,), jnp.int32)
     boundaries = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     args = shapes(1, PREFILL_TOKENS)
-    lowers(lambda *args: mosaic_prefill.prefill(*args, BOUND, EPS), *args, ids, boundaries)
+    kernel = mosaic.differentiable(mosaic_prefill.prefill)
+    lowers(lambda *args: kernel(*args, BOUND, EPS), *args, ids, boundaries)
+
+
+def test_affine_lowers_for_cuda():
+    qkvz, decay, beta, weights, _, window = shapes(1, PREFILL_TOKENS)
+    length = jax.ShapeDtypeStruct((1,), jnp.int32)
+    lowers(lambda *args: mosaic_prefill.affine(*args, BOUND), qkvz, decay, beta, weights, window, length)
 
 
 @pytest.mark.parametrize(("channels", "dtype", "reason"), [(64, jnp.bfloat16, "64"), (HEAD_DIM, jnp.float32, "float32")])
