@@ -101,11 +101,16 @@ class Sampling:
 
         Raises `SamplingError` that names the setting, the value and its range.
         """
+        return cls(**{name: jnp.asarray(column) for name, column in cls.columns(batch, **settings).items()})
+
+    @staticmethod
+    def columns(batch: int, **settings: Unpack[SamplingOptions]) -> dict[str, np.ndarray]:
+        """What `of` puts on the device, checked, on the host."""
         unknown = settings.keys() - _RANGES.keys()
         if unknown:
             raise SamplingError(f"unknown settings {sorted(unknown)}, expected some of {', '.join(_RANGES)}")
         values = {name: settings.get(name, allowed.default) for name, allowed in _RANGES.items()}
-        return cls(**{name: jnp.asarray(_column(name, value, batch)) for name, value in values.items()})
+        return {name: _column(name, value, batch) for name, value in values.items()}
 
 
 def _column(name: str, value: Any, batch: int) -> np.ndarray:

@@ -1,1 +1,1 @@
-"""GPU kernels in JAX for Kimi K3, one folder per op: `api.py`, a plain reference, a portable XLA path and the kernels."""
+"""GPU kernels in JAX for Kimi K3, a folder per op: `api.py`, a plain reference, a portable XLA path, the kernels."""

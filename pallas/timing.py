@@ -12,8 +12,8 @@ import jax.numpy as jnp
 def median_call_us(run: Callable[[Any], Any], carry: Any, calls: int, repeats: int = 7, enqueued: int = 4) -> float:
     """Median microseconds per call of a compiled program of `calls` chained calls.
 
-    `run` maps the carry to the next one and may donate it. Several programs are enqueued before the clock is read, so launch
-    and host time hide behind the device's.
+    `run` maps the carry to the next one and may donate it. Several programs are enqueued before the clock is read, so
+    launch and host time hide behind the device's.
     """
     carry = jax.block_until_ready(run(carry))
     samples = []

@@ -45,7 +45,7 @@ class FairShare:
     """Virtual time: work done over weight. Who is least ahead goes first; idle time earns no credit."""
 
     def __init__(self) -> None:
-        self._time: dict[str, float] = {}
+        self._time: dict[str, int | float] = {}
         self._now = 0.0
 
     def join(self, name: str) -> None:

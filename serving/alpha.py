@@ -24,7 +24,7 @@ class Visit:
     """Of the prompt."""
     boundaries: tuple[int, ...]
     """Where states were left, in ascending order; those at the end of decoding may exceed `tokens`."""
-    time: float
+    time: int | float
 
 
 class AlphaTuner:

@@ -15,7 +15,7 @@ class Completion:
         """`forget` is told of each sequence that has ended."""
         self._scheduler, self._forget = scheduler, forget
 
-    def apply(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
+    def apply(self, plan: Plan, result: StepResult, now: int | float) -> list[Output]:
         """Outputs of the step, one for each sequence with news."""
         for row, finite in zip(plan.prefill, result.captures, strict=True):
             for capture, good in zip(row.captures, finite, strict=True):
@@ -39,7 +39,7 @@ class Completion:
             row.sequence.length -= missing
             row.sequence.sampled -= missing
 
-    def _answer(self, sequence: Sequence, answer: RowResult, now: float) -> Output | None:
+    def _answer(self, sequence: Sequence, answer: RowResult, now: int | float) -> Output | None:
         if not answer.finite:
             self._purge_source(sequence)
             error = f"the logits after token {sequence.known - 1} are not finite; the request cannot go on"
@@ -60,7 +60,7 @@ class Completion:
         stop = next((at + 1 for at, token in enumerate(tokens) if token in sequence.request.stop_ids), room)
         return tokens[: min(stop, room)]
 
-    def _finish(self, sequence: Sequence, output: Output, now: float) -> Output:
+    def _finish(self, sequence: Sequence, output: Output, now: int | float) -> Output:
         """The output as it is, or with the final record if it ends the sequence."""
         stopped = output.tokens[-1] in sequence.request.stop_ids
         if not stopped and len(sequence.outputs) < sequence.request.max_tokens:
@@ -79,7 +79,7 @@ class Completion:
         self._forget(sequence)
         return output
 
-    def _keep_end(self, sequence: Sequence, now: float) -> None:
+    def _keep_end(self, sequence: Sequence, now: int | float) -> None:
         """Leaves the final state to the next turn. The last token was sampled and never fed."""
         options = self._scheduler.options
         retention = sequence.request.retention or options.retention

@@ -126,7 +126,7 @@ class Core:
         self._tune()
         return outputs
 
-    def _prepare(self, sequence: Sequence, now: float) -> bool:
+    def _prepare(self, sequence: Sequence, now: int | float) -> bool:
         assert self.tiers is not None
         return self.tiers.prepare(sequence.path, sequence.known - 1, now) == "start"
 

@@ -17,7 +17,7 @@ class Deadlines:
         if deadline is not None:
             heapq.heappush(self._heap, (deadline, sequence.order, sequence))
 
-    def expired(self, now: float) -> list[Sequence]:
+    def expired(self, now: int | float) -> list[Sequence]:
         """Takes out the unfinished sequences whose deadline has come."""
         late = []
         while self._heap and self._heap[0][0] <= now:

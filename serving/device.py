@@ -239,7 +239,7 @@ def speculate(
 ) -> tuple[DeviceState, Int32[Array, "B C2"]]:
     """A block of tokens for each row that is active and alive, some of them drafted. Donates the state.
 
-    Columns as in `decode`; the length is the device's own. The answer: count, finite, tokens, bits of log-probabilities.
+    Columns as in `decode`; the length is the device's own. Answers: count, finite, tokens, bits of log-probabilities.
     """
     running = (packed[:, 0] > 0) & state.alive
     rows = Rows(packed[:, 1], packed[:, 3:], state.length, running.astype(jnp.int32))
@@ -327,9 +327,7 @@ class Piece(NamedTuple):
 
 
 @jax.jit
-def read_prefix(
-    cache: K3Cache, context: tuple[Array, ...], pages: Int32[Array, " P"], slot: Int32[Array, ""]
-) -> Piece:
+def read_prefix(cache: K3Cache, context: tuple[Array, ...], pages: Int32[Array, " P"], slot: Int32[Array, ""]) -> Piece:
     """Pages, in order, and state of a prefix."""
     pools = [*(entry.latent for entry in cache.layers if isinstance(entry, MlaCache)), *context]
     kda = [entry for entry in cache.layers if isinstance(entry, KdaCache)]

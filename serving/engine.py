@@ -158,7 +158,7 @@ class Engine:
         """Drops every cached prefix; returns how many there were."""
         return await asyncio.wrap_future(self.call(self.core.flush))
 
-    async def drain(self, seconds: float = 30.0) -> bool:
+    async def drain(self, seconds: int | float = 30.0) -> bool:
         """Takes no new requests and waits for those that run; what is left after `seconds` is aborted.
 
         Returns whether all of them ended by themselves. The thread has stopped afterwards.

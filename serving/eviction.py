@@ -24,9 +24,9 @@ DRIFT = 1.25
 class Scales:
     """What scores are relative to."""
 
-    oldest: float = 0.0
-    span: float = 1e-9
-    efficiency: float = 1e-30
+    oldest: int | float = 0.0
+    span: int | float = 1e-9
+    efficiency: int | float = 1e-30
 
 
 class Evictor:
@@ -65,7 +65,7 @@ class Evictor:
         """A state has been stored at `node`."""
         heapq.heappush(self._heap, (self.score(node), next(self._count), node))
 
-    def pop(self, now: float, *, leaf: bool = False) -> Node | None:
+    def pop(self, now: int | float, *, leaf: bool = False) -> Node | None:
         """The state to drop next, taken off the order; None when there is none left.
 
         `leaf`: only one whose pages go with it.
@@ -89,13 +89,13 @@ class Evictor:
             self.add(node)
         return victim
 
-    def set_alpha(self, alpha: int | float, now: float) -> None:
+    def set_alpha(self, alpha: int | float, now: int | float) -> None:
         """Weighs efficiency anew."""
         if alpha != self.alpha:
             self.alpha = alpha
             self.rebuild(now)
 
-    def rebuild(self, now: float) -> None:
+    def rebuild(self, now: int | float) -> None:
         """Scores everything anew, with scales of today."""
         nodes = [node for node in self._tree if node.slot]
         oldest = min((node.last_used for node in nodes), default=now)

@@ -24,7 +24,7 @@ class Holdings:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self._page)
 
-    def begin(self, sequence: Sequence, hit: Hit | None, now: float) -> bool:
+    def begin(self, sequence: Sequence, hit: Hit | None, now: int | float) -> bool:
         """A private slot and the pages of `hit`, the last one copied if it is not full. Takes over `hit`.
 
         False, and nothing held, when memory for all known tokens is short.
@@ -51,7 +51,7 @@ class Holdings:
         """Pages that running sequences have yet to take for tokens they already have."""
         return sum(max(0, self.pages_for(s.known) - len(s.pages)) for s in self._owners)
 
-    def extend(self, sequence: Sequence, length: int, now: float) -> bool:
+    def extend(self, sequence: Sequence, length: int, now: int | float) -> bool:
         """Pages for `length` tokens; False when there are not enough."""
         needed = self.pages_for(length) - len(sequence.pages)
         if needed > 0:
@@ -76,7 +76,7 @@ class Holdings:
         self.let_go_of_hit(sequence)
         sequence.pages, sequence.slot = [], 0
 
-    def capture(self, sequence: Sequence, end: int, now: float) -> list[Capture]:
+    def capture(self, sequence: Sequence, end: int, now: int | float) -> list[Capture]:
         """Slots for the sequence's boundaries up to `end`; a boundary for which there is none is passed over."""
         captures = []
         while sequence.boundaries and sequence.boundaries[0] <= end:
@@ -92,7 +92,7 @@ class Holdings:
         self.capturing.extend(captures)
         return captures
 
-    def settle(self, capture: Capture, finite: bool, now: float) -> None:
+    def settle(self, capture: Capture, finite: bool, now: int | float) -> None:
         """The step that wrote the state has been collected: it enters the cache, or is forgotten."""
         self.capturing.remove(capture)
         path, slot = capture.sequence.path, capture.slot
@@ -107,7 +107,7 @@ class Holdings:
             capture.sequence.kept.append(capture.tokens)
         self._cache.pages.release(capture.table)
 
-    def keep_end(self, sequence: Sequence, tokens: int, now: float) -> Node | None:
+    def keep_end(self, sequence: Sequence, tokens: int, now: int | float) -> Node | None:
         """Hands the slot of a sequence that has ended after `tokens` cached tokens over to the cache.
 
         Returns the new entry; None if the state was there already.

@@ -36,7 +36,7 @@ class Sizes:
     slots: int | None = None
     cache_gib: float | None = None
     """Memory of both pools, where `pages` and `slots` are not given."""
-    state_fraction: float = 0.5
+    state_fraction: int | float = 0.5
     """Part of `cache_gib` for KDA states."""
     page_size: int = 64
     prefix_match_unit: int = 64
@@ -45,16 +45,16 @@ class Sizes:
     eviction: str = "flop"
     """`lru`, `flop` (tuned while the engine runs) or `flop=ALPHA`."""
     prefix_caching: bool = True
-    host_cache_gib: float = 0.0
+    host_cache_gib: int | float = 0.0
     """Host memory for evicted prefixes."""
     disk_cache: Path | None = None
     """Directory for evicted prefixes that host memory cannot hold."""
-    disk_cache_gib: float = 0.0
+    disk_cache_gib: int | float = 0.0
     chunks: tuple[Shape, ...] | None = None
     """Prefill programs; by default one of `step_tokens`, and two small ones for tails and short prompts."""
     table_widths: tuple[int, ...] | None = None
     """Page-table widths that programs are compiled for; by default 16, 64, 256, ... pages up to `max_length`."""
-    device_flops: float = 1e13
+    device_flops: int | float = 1e13
     """FLOPs a second of prefill; decides whether an evicted prefix is restored or computed again."""
 
     @property
@@ -110,7 +110,7 @@ def checker(model: Model, stops: int) -> Callable[[Request], None]:
         if len(request.stop_ids) > stops:
             raise RequestError(f"{len(request.stop_ids)} stop ids were given, expected at most {stops}")
         try:
-            Sampling.of(1, **request.sampling)
+            Sampling.columns(1, **request.sampling)
         except SamplingError as error:
             raise RequestError(str(error)) from error
 

@@ -146,9 +146,8 @@ def main() -> int:
         if model:
             miss, hit = first_token(prompt)
             print(f"first token after {prompt} tokens, miss          {1e3 * miss:8.1f} ms")
-            print(
-                f"first token after {prompt} tokens, hit           {1e3 * hit:8.1f} ms ({100 * hit / miss:.1f} % of a miss)"
-            )
+            share = f"{100 * hit / miss:.1f} % of a miss"
+            print(f"first token after {prompt} tokens, hit           {1e3 * hit:8.1f} ms ({share})")
         return 0
 
     return tyro.cli(command, prog="python -m serving.measure")

@@ -61,7 +61,7 @@ class PrefixCache:
         """See `PrefixTree.match`."""
         return self.tree.match(path, limit)
 
-    def hold(self, match: Match, now: float) -> Hit | None:
+    def hold(self, match: Match, now: int | float) -> Hit | None:
         """Takes references for a reader of the matched prefix; None when nothing matched."""
         node = match.node
         if node is None:
@@ -74,15 +74,15 @@ class PrefixCache:
         self._reused[node.is_end] += 1
         return Hit(node, match.tokens, table, node.slot)
 
-    def take_pages(self, count: int, now: float) -> list[int] | None:
+    def take_pages(self, count: int, now: int | float) -> list[int] | None:
         """`count` pages with one reference each, or None when no eviction frees so many."""
         return self.pages.take(count) if self._make_room(self.pages, count, now) else None
 
-    def take_slot(self, now: float) -> int | None:
+    def take_slot(self, now: int | float) -> int | None:
         """A slot with one reference, or None when no eviction frees one."""
         return self.slots.take()[0] if self._make_room(self.slots, 1, now) else None
 
-    def _make_room(self, pool: Pool, count: int, now: float) -> bool:
+    def _make_room(self, pool: Pool, count: int, now: int | float) -> bool:
         if pool.available < count:
             return False
         while pool.free < count:
@@ -94,7 +94,7 @@ class PrefixCache:
             self._drop(node, "memory")
         return True
 
-    def store(self, path: Path, tokens: int, table: list[int], slot: int, now: float) -> Node | None:
+    def store(self, path: Path, tokens: int, table: list[int], slot: int, now: int | float) -> Node | None:
         """Admits a prefix; takes over the reference of `slot` unless it returns None because the state was there."""
         node = self.tree.insert(path, tokens, table, slot, now)
         if node is None:
@@ -148,7 +148,7 @@ class PrefixCache:
             self._use(self.slots, len(slots), self.cost.state_bytes),
         )
 
-    def _use(self, pool: Pool, cached: int, each: float) -> PoolUse:
+    def _use(self, pool: Pool, cached: int, each: int | float) -> PoolUse:
         return PoolUse(capacity=pool.capacity, used=pool.used, cached=cached, bytes_each=each)
 
     def check_books(self, pages: Iterable[int] = (), slots: Iterable[int] = ()) -> None:

@@ -32,7 +32,7 @@ class Node:
     is_tail: bool = False
     children: dict[Digest, "Node"] = dataclasses.field(default_factory=dict)
     tails: dict[Digest, "Node"] = dataclasses.field(default_factory=dict)
-    last_used: float = 0.0
+    last_used: int | float = 0.0
     hits: int = 0
     is_end: bool = False
     """Whether the state was left at the end of an answer, not inside a prompt."""
@@ -129,7 +129,7 @@ class PrefixTree:
             table[step.start // self.page_size :] = step.pages
         return table
 
-    def insert(self, path: Path, tokens: int, table: list[int], slot: int, now: float) -> Node | None:
+    def insert(self, path: Path, tokens: int, table: list[int], slot: int, now: int | float) -> Node | None:
         """Admits the prefix of `tokens` tokens: the pages of `table` where the tree has none, and the state in `slot`.
 
         Takes over the caller's reference of `slot`. Returns None, and takes nothing, if the state is there already.

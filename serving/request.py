@@ -61,11 +61,11 @@ class Final:
     cached_tokens: int
     """Prompt tokens that were taken from the prefix cache when the request first ran."""
     preemptions: int
-    queued_seconds: float
+    queued_seconds: int | float
     """From submission to the first chunk."""
-    first_token_seconds: float
+    first_token_seconds: int | float
     """From submission to the first token; the whole time when there was none."""
-    total_seconds: float
+    total_seconds: int | float
     error: str | None = None
 
 

@@ -88,21 +88,20 @@ class JaxRunner:
         """Empty pools and rows."""
         model, rows = self.model, self.options.rows
         sizes = self.cache_options
-        history = History.of([[]] * rows, model.config.vocab_size)
-        small = (
-            np.zeros(rows, np.int32),
-            np.zeros(rows, bool),
-            Sampling.of(rows),
-            history,
-            np.full((rows, self.options.stops), -1, np.int32),
-            np.zeros(rows, np.int32),
-            np.zeros(rows, np.int32),
-        )
-        context = ()
+        small = {
+            "token": np.zeros(rows, np.int32),
+            "alive": np.zeros(rows, bool),
+            "params": Sampling.of(rows),
+            "history": History.of([[]] * rows, model.config.vocab_size),
+            "stop_ids": np.full((rows, self.options.stops), -1, np.int32),
+            "length": np.zeros(rows, np.int32),
+            "remaining": np.zeros(rows, np.int32),
+            "context": (),
+        }
         if self._drafter is not None:
-            context = self._drafter.create(pages=sizes.pages, page_size=sizes.page_size, dtype=model.dtype)
+            small["context"] = self._drafter.create(pages=sizes.pages, page_size=sizes.page_size, dtype=model.dtype)
         cache = model.new_cache(sizes.slots - 1, sizes.pages - 1, sizes.page_size)
-        return device.DeviceState(cache, *model.place(small), model.place(context))
+        return device.DeviceState(cache=cache, **model.place(small))
 
     @property
     def compilations(self) -> int:
@@ -182,7 +181,9 @@ class JaxRunner:
     def collect(self, ticket: Ticket) -> StepResult:
         """Waits for a step's answers."""
         prefill = _Answers(ticket.prefill)
-        decode = _Answers(ticket.decode) if self._drafter is None else _Blocks(ticket.decode, tokens_per_step(self.model))
+        decode = (
+            _Answers(ticket.decode) if self._drafter is None else _Blocks(ticket.decode, tokens_per_step(self.model))
+        )
         return StepResult(
             [prefill.row(n) for n in range(len(ticket.plan.prefill))],
             [prefill.captures(n, len(row.captures)) for n, row in enumerate(ticket.plan.prefill)],

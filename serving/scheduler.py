@@ -34,7 +34,7 @@ class SchedulerOptions:
     max_waiting_tokens: int = 16 * 2**20
     retention: Retention = dataclasses.field(default_factory=Retention)
     classes: tuple[RequestClass, ...] = CLASSES
-    output_reserve: float = 0.25
+    output_reserve: int | float = 0.25
     """Part of `max_tokens` that admission makes room for; the rest is paid by preemption if need be."""
     block: int = 1
     """Most tokens that a row can get in a step: one more than are drafted."""
@@ -74,7 +74,7 @@ class Scheduler:
         self._rows = list(range(options.rows - 1, -1, -1))
         self._shapes = sorted(options.shapes, key=lambda shape: (shape.size, shape.tokens))
 
-    def plan(self, now: float, stride: int | None = None) -> Plan | None:
+    def plan(self, now: int | float, stride: int | None = None) -> Plan | None:
         """The next step, or None when nothing can be done before a step in flight is collected.
 
         `stride`: tokens per decoding row; `block` when None.
@@ -100,7 +100,7 @@ class Scheduler:
 
     # Decode.
 
-    def _plan_decode(self, now: float, stride: int) -> Decoding:
+    def _plan_decode(self, now: int | float, stride: int) -> Decoding:
         rows: Decoding = {}
         # A copy: a row may push out later ones, which then do not want to decode any more.
         for sequence in self.running.copy():
@@ -115,7 +115,7 @@ class Scheduler:
                 sequence.in_flight += 1
         return rows
 
-    def _grow(self, sequence: Sequence, length: int, now: float, decode: Decoding) -> bool:
+    def _grow(self, sequence: Sequence, length: int, now: int | float, decode: Decoding) -> bool:
         """Pages for `length` tokens. Pushes out less important sequences, and in the end a decoding one itself."""
         while not self.holdings.extend(sequence, length, now):
             victim = self.running[-1]
@@ -138,7 +138,7 @@ class Scheduler:
 
     # Admission.
 
-    def _admit(self, now: float, decode: Decoding) -> None:
+    def _admit(self, now: int | float, decode: Decoding) -> None:
         while (sequence := self._next(now, decode)) is not None:
             reserved = self._reservation(sequence)
             # Nobody passes a request for which memory is short, or it might wait for ever.
@@ -147,7 +147,7 @@ class Scheduler:
             bisect.insort(self.running, sequence, key=lambda s: s.rank)
             self.budgets.reserve(sequence, reserved)
 
-    def _next(self, now: float, decode: Decoding) -> Sequence | None:
+    def _next(self, now: int | float, decode: Decoding) -> Sequence | None:
         """The waiting sequence that comes in now, with a free row for it."""
         for sequence in self.waiting.heads() if len(self.waiting) else ():
             if sequence.in_flight or not self.budgets.admits(sequence.kind, self._reservation(sequence)):
@@ -183,7 +183,7 @@ class Scheduler:
         ]
         return bool(coming) and max(coming) > self.cache.match(sequence.path, limit).tokens
 
-    def _start(self, sequence: Sequence, now: float) -> bool:
+    def _start(self, sequence: Sequence, now: int | float) -> bool:
         """Gives a waiting sequence its memory and its row; False when memory is short."""
         reach = 0
         hit = None
@@ -209,7 +209,7 @@ class Scheduler:
         unit = self.cache.options.unit
         return retention.boundaries(unit=unit, tokens=sequence.known, cached=sequence.length, reach=reach)
 
-    def _account(self, sequence: Sequence, now: float) -> None:
+    def _account(self, sequence: Sequence, now: int | float) -> None:
         if sequence.cached_tokens < 0:
             sequence.cached_tokens, sequence.started = sequence.length, now
             self.counters.prompt_tokens += sequence.prompt_tokens
@@ -219,7 +219,7 @@ class Scheduler:
 
     # Prefill.
 
-    def _plan_prefill(self, now: float, decode: Decoding) -> tuple[Shape | None, list[PrefillRow]]:
+    def _plan_prefill(self, now: int | float, decode: Decoding) -> tuple[Shape | None, list[PrefillRow]]:
         ready = sorted((s for s in self.running if s.phase is Phase.PREFILL), key=self.budgets.prefill_order)
         budget = self.options.token_budget - len(decode) * self.options.block
         shape = self._choose_shape([s.to_prefill for s in ready], budget)
@@ -231,7 +231,7 @@ class Scheduler:
         rows = [self._chunk(sequence, end, now) for sequence, end in chosen.items() if sequence in grown]
         return shape, rows
 
-    def _takes_part(self, sequence: Sequence, end: int, now: float, decode: Decoding) -> bool:
+    def _takes_part(self, sequence: Sequence, end: int, now: int | float, decode: Decoding) -> bool:
         return sequence.phase is Phase.PREFILL and self._grow(sequence, end, now, decode)
 
     def _choose_shape(self, lengths: list[int], budget: int) -> Shape | None:
@@ -249,7 +249,7 @@ class Scheduler:
         inside = [boundary for boundary in sequence.boundaries if boundary <= end]
         return inside[self.options.captures - 1] if len(inside) > self.options.captures else end
 
-    def _chunk(self, sequence: Sequence, end: int, now: float) -> PrefillRow:
+    def _chunk(self, sequence: Sequence, end: int, now: int | float) -> PrefillRow:
         start, final = sequence.length, end == sequence.known
         row = PrefillRow(
             sequence=sequence,

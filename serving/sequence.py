@@ -24,7 +24,7 @@ class Sequence:
 
     request: Request
     path: Path
-    arrival: float
+    arrival: int | float
     order: int
     """Number of the submission; breaks ties."""
     kind: str
@@ -60,8 +60,8 @@ class Sequence:
     """The prefix that it started from; purged if the sequence turns out not to be finite."""
     cached_tokens: int = -1
     preemptions: int = 0
-    started: float = -1.0
-    first_token: float = -1.0
+    started: int | float = -1.0
+    first_token: int | float = -1.0
 
     @property
     def rank(self) -> tuple[int, float, int]:
@@ -93,7 +93,7 @@ class Sequence:
         prompt = self.prompt_tokens
         return [*self.request.tokens[start:end], *self.outputs[max(start - prompt, 0) : max(end - prompt, 0)]]
 
-    def final(self, reason: FinishReason, now: float, error: str | None = None) -> Final:
+    def final(self, reason: FinishReason, now: int | float, error: str | None = None) -> Final:
         """The closing record."""
         return Final(
             finish_reason=reason,
@@ -107,6 +107,6 @@ class Sequence:
             error=error,
         )
 
-    def ending(self, reason: FinishReason, now: float, error: str | None = None) -> Output:
+    def ending(self, reason: FinishReason, now: int | float, error: str | None = None) -> Output:
         """The last output when no token comes with it."""
         return Output(self.request.id, [], [], self.final(reason, now, error))

@@ -129,19 +129,19 @@ class Report:
 
     policy: str
     requests: int
-    hit_rate: float
+    hit_rate: int | float
     """Cached prompt tokens over all prompt tokens."""
-    flops_saved: float
+    flops_saved: int | float
     """Part of the prefill FLOPs that hits saved."""
-    cached_gib: float
+    cached_gib: int | float
     """Bytes that the cache held at the end of requests, on average."""
-    ttft_mean: float
-    ttft_p95: float
-    tokens_per_second: float
+    ttft_mean: int | float
+    ttft_p95: int | float
+    tokens_per_second: int | float
     """Prompt and output tokens served per second of simulated time."""
-    alpha: float
+    alpha: int | float
     preemptions: int
-    seconds: float
+    seconds: int | float
     """Wall time of the simulation."""
 
 
@@ -231,7 +231,7 @@ class Simulation:
         pages = pools.pages.idle * pools.options.page_size * cost.latent_bytes_per_token
         self._held.append(pages + pools.slots.idle * cost.state_bytes)
 
-    def report(self, policy: str, seconds: float) -> Report:
+    def report(self, policy: str, seconds: int | float) -> Report:
         """The figures of the run."""
         counters = self.core.counters
         return Report(
@@ -258,7 +258,9 @@ def simulate(policy: str, trace: Iterable[TraceRequest], core: Core) -> Report:
     return simulation.report(policy, time.perf_counter() - start)
 
 
-def divide_memory(cost: ModelCost, total: float, state_fraction: float, page_size: int, unit: int) -> CacheOptions:
+def divide_memory(
+    cost: ModelCost, total: int | float, state_fraction: int | float, page_size: int, unit: int
+) -> CacheOptions:
     """Pools that together take `total` bytes, `state_fraction` of them for states."""
     pages = int(total * (1 - state_fraction) / (cost.latent_bytes_per_token * page_size))
     slots = int(total * state_fraction / cost.state_bytes)

@@ -43,7 +43,7 @@ class PoolUse:
     used: int
     cached: int
     """Of the used ones, those that the prefix cache holds (running requests may hold them too)."""
-    bytes_each: float
+    bytes_each: int | float
 
     @property
     def bytes_used(self) -> float:
@@ -62,9 +62,9 @@ class Stats:
     entries: int
     """Prefixes that can be reused."""
     nodes: int
-    waste_bytes: float
+    waste_bytes: int | float
     """Bytes of page rows in use that hold no token."""
-    alpha: float
+    alpha: int | float
     counters: Counters
     compilations: int = 0
     """Programs compiled since warm-up ended."""

@@ -166,7 +166,7 @@ class Tiers:
 
     # Back.
 
-    def prepare(self, path: Path, limit: int, now: float) -> Verdict:
+    def prepare(self, path: Path, limit: int, now: int | float) -> Verdict:
         """Brings the longest useful prefix of `path` back to the device, or starts to read it."""
         cached = self._cache.match(path, limit).tokens
         entry = next(self._candidates(path, limit, cached), None)
@@ -214,7 +214,7 @@ class Tiers:
         self.host_bytes += entry.nbytes
         return True
 
-    def _restore(self, entry: Entry, path: Path, now: float) -> None:
+    def _restore(self, entry: Entry, path: Path, now: int | float) -> None:
         """Pages and state together, or nothing when there is no memory for both."""
         pages = self._cache.take_pages(-(-entry.tokens // self._cache.options.page_size), now)
         slot = self._cache.take_slot(now) if pages is not None else None

@@ -38,7 +38,7 @@ class TraceError(ValueError):
 class TraceRequest:
     """One request of a trace."""
 
-    time: float
+    time: int | float
     prompt: tuple[tuple[int, int], ...]
     """(segment id, tokens) in order."""
     output: tuple[int, int]
@@ -59,10 +59,10 @@ class AgenticOptions:
     """Sizes of an agentic trace."""
 
     requests: int = 10_000
-    sessions_per_second: float = 1.0
+    sessions_per_second: int | float = 1.0
     systems: int = 24
     projects: int = 60
-    turns: float = 10.0
+    turns: int | float = 10.0
     longest: int = 1_000_000
     """Prompts that would be longer end their session."""
     tenants: int = 4
@@ -107,7 +107,7 @@ class _Agents:
         self._systems = [self._segment(6000, 0.6) for _ in range(options.systems)]
         self._projects = [self._segment(30_000, 0.8) for _ in range(options.projects)]
 
-    def _segment(self, median: float, spread: float) -> tuple[int, int]:
+    def _segment(self, median: int | float, spread: int | float) -> tuple[int, int]:
         return next(self._ids), max(16, int(self.rng.lognormal(np.log(median), spread)))
 
     def _zipf(self, count: int) -> int:
@@ -124,7 +124,7 @@ class _Agents:
         return parts
 
     def session(
-        self, time: float, history: list[tuple[int, int]], tenant: str, *, may_split: bool
+        self, time: int | float, history: list[tuple[int, int]], tenant: str, *, may_split: bool
     ) -> Iterator[TraceRequest]:
         """The requests of a session; a fan-out is interleaved by `agentic`, which sorts by time."""
         turns = int(self.rng.geometric(1 / self.options.turns))

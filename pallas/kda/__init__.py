@@ -4,6 +4,18 @@ from pallas.kda.api import affine, commit, compose, decode, prefill, recurrent, 
 from pallas.kda.types import Affine, Decode, KdaWeights, Pools, Prefill, Records, Verify
 
 __all__ = [
-    "Affine", "Decode", "KdaWeights", "Pools", "Prefill", "Records", "Verify",
-    "affine", "commit", "compose", "decode", "prefill", "recurrent", "verify",
+    "Affine",
+    "Decode",
+    "KdaWeights",
+    "Pools",
+    "Prefill",
+    "Records",
+    "Verify",
+    "affine",
+    "commit",
+    "compose",
+    "decode",
+    "prefill",
+    "recurrent",
+    "verify",
 ]

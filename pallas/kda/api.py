@@ -41,9 +41,9 @@ def prefill(
 ) -> Prefill:
     """Many tokens per row from a given state, in chunks.
 
-    `window` holds the three raw rows before the call, oldest first; the first `length` tokens of a row are valid, the rest
-    change nothing and get output 0. `boundaries` asks for the state and window after that many tokens of this call (0: as
-    given; beyond `length`: final).
+    `window` holds the three raw rows before the call, oldest first; the first `length` tokens of a row are valid, the
+    rest change nothing and get output 0. `boundaries` asks for the state and window after that many tokens of this
+    call (0: as given; beyond `length`: final).
     """
     check_bound(lower_bound)
     args = (qkvz, decay_logits, beta_logits, weights, state, window, length, boundaries, lower_bound, norm_eps)
@@ -87,8 +87,8 @@ def decode(
 ) -> Decode:
     """One token per row, state and window updated in the row's slot (in place when the caller donates the pools).
 
-    Rows on slot 0 are inert: output 0, slot 0 unchanged. `fresh` rows start from zero, whatever the slot holds. Two rows
-    must not share another slot.
+    Rows on slot 0 are inert: output 0, slot 0 unchanged. `fresh` rows start from zero, whatever the slot holds. Two
+    rows must not share another slot.
     """
     check_bound(lower_bound)
     args = (qkvz, decay_logits, beta_logits, weights, state_pool, window_pool, slot, fresh, lower_bound, norm_eps)
@@ -112,8 +112,8 @@ def verify(
 ) -> Verify:
     """A few draft tokens per row against the stored state, which is read and never written.
 
-    Outputs equal those of `length` decode steps; the records let `commit` apply any accepted prefix. Tokens past `length`
-    and rows on slot 0 give output 0 and zero records.
+    Outputs equal those of `length` decode steps; the records let `commit` apply any accepted prefix. Tokens past
+    `length` and rows on slot 0 give output 0 and zero records.
     """
     check_bound(lower_bound)
     args = (qkvz, decay_logits, beta_logits, weights, state_pool, window_pool, slot, length, lower_bound, norm_eps)
@@ -131,7 +131,7 @@ def commit(
     *,
     implementation: Implementation = None,
 ) -> Pools:
-    """Applies the first `accepted` verified tokens of each row to its slot, bit for bit as that many decode steps would.
+    """Applies the first `accepted` verified tokens of a row to its slot, bit for bit as that many decode steps would.
 
     `records` and `qkvz` are those of the `verify` call. Rows on slot 0 are inert.
     """
@@ -151,7 +151,7 @@ def affine(
     lower_bound: float = -5.0,
     implementation: Implementation = None,
 ) -> Affine:
-    """A piece of a sequence as an affine map of the state, for context parallelism: S_out = transition @ S_in + local_state."""
+    """A piece of a sequence as a map of the state, for context parallelism: S_out = transition @ S_in + local_state."""
     check_bound(lower_bound)
     args = (qkvz, decay_logits, beta_logits, weights, window, length, lower_bound)
     return select(implementation, mosaic=mosaic.affine, xla=xla.affine)(*args)

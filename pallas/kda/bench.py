@@ -212,7 +212,14 @@ def lines() -> Iterator[tuple[str, Callable[[], float], float, float, Callable[[
     for rows, heads, goal in ((1, HEADS, 5.5), (64, HEADS, 205.0), (1, RANK_HEADS, 4.0)):
         moved = 2 * state_bytes(rows, heads)
         name = "fla recurrence alone"
-        yield f"decode bs {rows}, {heads} heads", lambda r=rows, h=heads: decode_us(r, h), moved, goal, fla(rows, heads), name
+        yield (
+            f"decode bs {rows}, {heads} heads",
+            lambda r=rows, h=heads: decode_us(r, h),
+            moved,
+            goal,
+            fla(rows, heads),
+            name,
+        )
     name = f"verify {VERIFY_TOKENS} tokens, {HEADS} heads"
     yield name, lambda: verify_us(HEADS), state_bytes(1, HEADS), 10.0, None, ""
     yield f"commit, {HEADS} heads", lambda: commit_us(HEADS), 2 * state_bytes(1, HEADS), 5.5, None, ""
@@ -221,8 +228,11 @@ def lines() -> Iterator[tuple[str, Callable[[], float], float, float, Callable[[
             gates = "slow" if slow else "random"
             yield (
                 f"prefill {PREFILL_TOKENS}, {heads} heads, {gates} gates",
-                lambda h=heads, s=slow: prefill_us(h, PREFILL_TOKENS, s), prefill_bytes(PREFILL_TOKENS, heads), goal,
-                lambda h=heads, s=slow: peers.jla_prefill_us(h, PREFILL_TOKENS, s), "jax-linear-attention, no conv or gate",
+                lambda h=heads, s=slow: prefill_us(h, PREFILL_TOKENS, s),
+                prefill_bytes(PREFILL_TOKENS, heads),
+                goal,
+                lambda h=heads, s=slow: peers.jla_prefill_us(h, PREFILL_TOKENS, s),
+                "jax-linear-attention, no conv or gate",
             )
 
 

@@ -6,8 +6,9 @@ With G the inclusive cumulative log decay inside a chunk that starts at state S0
     (I + L) [W | U] = beta [K exp(G) | V]                   u = U - W S0
     o = (Q exp(G)) S0 + A u                                 S1 = Diag(exp G_C) S0 + (K exp(G_C - G))^T u
 
-G may fall by 5 a token, so exp(-G) of a whole chunk overflows. Rows are taken in tiles of 16, each with its own reference
-point in the middle of the tile: no exponent passes 8 * 5 = 40, and keys of later tiles are masked before the exponential.
+G may fall by 5 a token, so exp(-G) of a whole chunk overflows. Rows are taken in tiles of 16, each with its own
+reference point in the middle of the tile: no exponent passes 8 * 5 = 40, and keys of later tiles are masked before
+the exponential.
 """
 
 from typing import NamedTuple
@@ -35,7 +36,7 @@ class ChunkFactors(NamedTuple):
 
 
 def dot(left: jax.Array, right: jax.Array, spec: str) -> jax.Array:
-    """einsum at full float32 precision."""
+    """Einsum at full float32 precision."""
     return jnp.einsum(spec, left, right, precision=HIGHEST)
 
 
@@ -53,7 +54,7 @@ def between_tiles(totals: Float32[Array, "*N A D"]) -> Float32[Array, "*N A A D"
 
 
 def tile_exponents(decay: Float32[Array, "*N C D"]) -> tuple[Float32[Array, "*N A R D"], Float32[Array, "*N A C D"]]:
-    """Row and column exponents: exp(row[a, i] + column[a, j]) = exp(G_i - G_j) for row i of tile a and j in tiles <= a."""
+    """Exponents with exp(row[a, i] + column[a, j]) = exp(G_i - G_j) for row i of tile a and j in tiles <= a."""
     *lead, length, channels = decay.shape
     tiles = decay.reshape(*lead, length // TILE, TILE, channels)
     within = jax.lax.cumsum(tiles, axis=tiles.ndim - 2)

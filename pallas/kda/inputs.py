@@ -1,8 +1,8 @@
 """From raw projections to what the recurrence reads, and from its reading to the gated output.
 
-Kimi K3 report, section 2.1 (KDA): causal convolution and SiLU on q, k, v; L2-normalised q and k; bounded log decay
-g = lower_bound * sigmoid(exp(a_log) * (f + dt_bias)); write strength beta = sigmoid(b). All in float32; a value that the
-layer rounds to the activation dtype is rounded here too.
+Kimi K3 report, section 2.1 (KDA): causal convolution and SiLU on q, k, v; L2-normalised q and k; bounded log decay g
+= lower_bound * sigmoid(exp(a_log) * (f + dt_bias)); write strength beta = sigmoid(b). All in float32; a value that
+the layer rounds to the activation dtype is rounded here too.
 """
 
 from typing import NamedTuple
@@ -25,14 +25,14 @@ class TokenInputs(NamedTuple):
 
 
 def unit(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """x / sqrt(sum of squares + 1e-6) over the last axis."""
+    """X / sqrt(sum of squares + 1e-6) over the last axis."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + KEY_EPS)
 
 
 def convolve(
     raw: Float[Array, "B T H 3 D"], window: Float[Array, "B 3 H 3 D"], taps: Float32[Array, "4 H 3 D"]
 ) -> Float32[Array, "B T H 3 D"]:
-    """SiLU of the depthwise causal convolution, rounded to `raw.dtype` and widened again; `window` holds the rows before."""
+    """SiLU of the causal convolution, rounded to `raw.dtype` and widened again; `window` holds the rows before."""
     rows = jnp.concatenate([window.astype(raw.dtype), raw], axis=1).astype(jnp.float32)
     length = raw.shape[1]
     mixed = rows[:, :length] * taps[0][None, None]
@@ -41,10 +41,8 @@ def convolve(
     return jax.nn.silu(mixed).astype(raw.dtype).astype(jnp.float32)
 
 
-def log_decay(
-    logits: Float[Array, "B T H D"], weights: KdaWeights, lower_bound: float
-) -> Float32[Array, "B T H D"]:
-    """g = lower_bound * sigmoid(exp(a_log) * (f + dt_bias)), in (lower_bound, 0)."""
+def log_decay(logits: Float[Array, "B T H D"], weights: KdaWeights, lower_bound: float) -> Float32[Array, "B T H D"]:
+    """G = lower_bound * sigmoid(exp(a_log) * (f + dt_bias)), in (lower_bound, 0)."""
     speed = jnp.exp(weights.a_log)[None, None, :, None]
     return lower_bound * jax.nn.sigmoid(speed * (logits.astype(jnp.float32) + weights.dt_bias[None, None]))
 
@@ -58,7 +56,7 @@ def token_inputs(
     valid: Bool[Array, "B T"],
     lower_bound: float,
 ) -> TokenInputs:
-    """Operands of the recurrence. Where `valid` is false all are zero, so the token neither changes nor reads the state."""
+    """Operands of the recurrence; all zero where not `valid`, so that the token neither changes nor reads the state."""
     mixed = convolve(qkvz[..., :3, :], window, weights.conv)
     scale = qkvz.shape[-1] ** -0.5
     inputs = TokenInputs(
@@ -74,7 +72,7 @@ def token_inputs(
 def gated_norm(
     reading: Float32[Array, "*rows H D"], gate: Float[Array, "*rows H D"], norm: Float32[Array, "D"], eps: float
 ) -> Float[Array, "*rows H D"]:
-    """RMSNorm(reading) * norm * sigmoid(gate) per head in float32; the reading and the result are rounded to `gate.dtype`."""
+    """RMSNorm(reading) * norm * sigmoid(gate) per head in float32; reading and result are rounded to `gate.dtype`."""
     rounded = reading.astype(gate.dtype).astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(rounded * rounded, axis=-1, keepdims=True) + eps)
     open_ = jax.nn.sigmoid(gate.astype(jnp.float32))

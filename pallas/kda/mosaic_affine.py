@@ -1,8 +1,8 @@
-"""Segments of a KDA sequence as affine maps of the state, on Mosaic GPU: S_out = S_in transition + local, S [value, key].
+"""Segments of a sequence as affine maps of the state, on Mosaic GPU: S_out = S_in transition + local, S [value, key].
 
-The recurrence of `mosaic_state` without readings, run twice per segment side by side: from zero with the segment's values
-(the local state), and from the identity with no values (the transition). Few heads then still fill the chip: the segments'
-start states follow by composition, and the ordinary kernel runs all segments at the same time.
+The recurrence of `mosaic_state` without readings, run twice per segment side by side: from zero with the segment's
+values (the local state), and from the identity with no values (the transition). Few heads then still fill the chip:
+the segments' start states follow by composition, and the ordinary kernel runs all segments at the same time.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float32, Int32
 
 from pallas.kda.mosaic_intra import CHUNK, NARROW, PRODUCT, WIDE, Operands, over_columns
 from pallas.kda.mosaic_state import SIDE, STAGES, advance, emulated_advance, segment_chunks
-from pallas.kda.mosaic_token import CHANNELS, pl_ds
+from pallas.kda.mosaic_token import pl_ds
 
 COPIES = 6
 LOCAL, TRANSITION = 0, 1
@@ -30,7 +30,24 @@ def segment_maps(
     most = segment_chunks(tokens, segments)
     step = advance if interpret is None else emulated_advance
 
-    def body(pull, push, key, inverse, total, no_push, starts, lengths, maps, pulls, pushes, keys, inverses, totals, full, free):
+    def body(
+        pull,
+        push,
+        key,
+        inverse,
+        total,
+        no_push,
+        starts,
+        lengths,
+        maps,
+        pulls,
+        pushes,
+        keys,
+        inverses,
+        totals,
+        full,
+        free,
+    ):
         head, group = lax.axis_index("heads"), lax.axis_index("group")
         piece, kind = lax.axis_index("pieces") // 2, lax.axis_index("pieces") % 2
         row, segment = piece // segments, piece % segments
@@ -111,8 +128,14 @@ def segment_maps(
         interpret=interpret,
         kernel_name="kda_segments",
     )(
-        operands.pull, operands.push, operands.key, operands.inverse, operands.total,
-        jnp.zeros((CHUNK, SIDE), jnp.bfloat16), starts, length,
+        operands.pull,
+        operands.push,
+        operands.key,
+        operands.inverse,
+        operands.total,
+        jnp.zeros((CHUNK, SIDE), jnp.bfloat16),
+        starts,
+        length,
     )
 
 

@@ -1,7 +1,7 @@
 """KDA decode as one Mosaic GPU kernel per call, one block per (row, head): raw projections in, gated output out.
 
-The state goes through shared memory by bulk copies, so it is read and written once; conv, norms and gates of the token are
-computed while it arrives. Pools are updated in place by slot.
+The state goes through shared memory by bulk copies, so it is read and written once; conv, norms and gates of the
+token are computed while it arrives. Pools are updated in place by slot.
 """
 
 from typing import Any
@@ -14,8 +14,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas.kda.mosaic_token import (
-    CHANNELS, GATE, PARAMS, STATE_LAYOUT, VALUE_LAYOUT, fetch_inputs, fetch_slot, gate_parameters, gate_vectors, gated_norm,
-    overlap_vectors, pl_ds, scratch, sigmoid, step, token_vectors,
+    CHANNELS,
+    GATE,
+    PARAMS,
+    STATE_LAYOUT,
+    VALUE_LAYOUT,
+    fetch_inputs,
+    fetch_slot,
+    gate_parameters,
+    gate_vectors,
+    gated_norm,
+    overlap_vectors,
+    pl_ds,
+    scratch,
+    sigmoid,
+    step,
+    token_vectors,
 )
 from pallas.kda.types import WINDOW, Decode, KdaWeights
 
@@ -47,7 +61,7 @@ def decode(
     # One signed number per row: negative for fresh. The same for every layer, so XLA computes it once per step.
     code = jnp.where(fresh, -slot, slot)
 
-    def body(qkvz, decay, beta, conv, a_log, dt_bias, norm, code, state_pool, window_pool, output, **buffers):
+    def body(qkvz, decay, beta, conv, a_log, dt_bias, norm, code, state_pool, window_pool, output, **buffers: Any):
         row, head = lax.axis_index("rows"), lax.axis_index("heads")
         fetch_inputs([qkvz.at[row, head]], decay.at[pl.ds(row, 1), head], conv, head, buffers)
         mark = code[row]

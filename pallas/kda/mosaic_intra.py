@@ -1,14 +1,14 @@
 """KDA prefill, first kernel: everything of a chunk that does not depend on the state, 64 tokens of a head a block.
 
-Convolution, SiLU, norms and gates of 64 tokens, which are two chunks of 32, then the chunk's operands for the recurrence.
-Decays refer to the middle of the chunk: with g > -5 no exponent passes 16 * 5 = 80, which float32 and bfloat16 can hold, so
-one scaling of the rows and one of the columns serve all products, and the recurrence takes the very same operands. The
-decays come as a product of a matrix of -1, 0, 1 with the gates on the tensor cores, gates split in two bfloat16 parts: every
-difference is summed directly, without cancellation. The triangular inverse is by fp32 forward substitution inside a tile of
-16, joined over the two tiles of a chunk.
+Convolution, SiLU, norms and gates of 64 tokens, which are two chunks of 32, then the chunk's operands for the
+recurrence. Decays refer to the middle of the chunk: with g > -5 no exponent passes 16 * 5 = 80, which float32 and
+bfloat16 can hold, so one scaling of the rows and one of the columns serve all products, and the recurrence takes the
+very same operands. The decays come as a product of a matrix of -1, 0, 1 with the gates on the tensor cores, gates
+split in two bfloat16 parts: every difference is summed directly, without cancellation. The triangular inverse is by
+fp32 forward substitution inside a tile of 16, joined over the two tiles of a chunk.
 
-No barriers are inserted around shared memory: `plgpu.commit_smem` stands before a buffer is overwritten that other warps may
-still read, and before one is read that other warps have written.
+No barriers are inserted around shared memory: `plgpu.commit_smem` stands before a buffer is overwritten that other
+warps may still read, and before one is read that other warps have written.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from pallas.kda.mosaic_token import CHANNELS, KEY_EPS, pl_ds
 from pallas.kda.types import KdaWeights
@@ -32,11 +32,14 @@ NARROW = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(64))
 RUN_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((TILE, CHANNELS), (4, CHANNELS), (4,))), warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1
 )
-"""[16, 128]: whole tokens per warp, for sums over channels; four in a row, so that shifted loads of the convolution meet."""
+"""[16, 128]: whole tokens per warp, for sums over channels; four in a row, so that the convolution's loads meet."""
 COLUMN_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((TILE, CHANNELS), (TILE, 32), (8, 32), (4, 32), (2,))), warp_dims=(-8,), lane_dims=(-5, -2), vector_dim=-1
+    plgpu.Tiling(((TILE, CHANNELS), (TILE, 32), (8, 32), (4, 32), (2,))),
+    warp_dims=(-8,),
+    lane_dims=(-5, -2),
+    vector_dim=-1,
 )
-"""[16, 128]: whole channels per warp, for sums over tokens; a store meets rows four apart, which the swizzle keeps apart."""
+"""[16, 128]: whole channels per warp, for sums over tokens; a store takes rows four apart, as the swizzle wants."""
 SOLVE_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((4, TILE), (1,))), warp_dims=(-3,), lane_dims=(plgpu.Replicated(2), -2), vector_dim=-1
 )
@@ -48,8 +51,8 @@ Product = Callable[..., jax.Array]
 class Operands(NamedTuple):
     """Per-chunk operands of the recurrence, [B, H, T, ...], with M the cumulative decay at the middle of the chunk.
 
-    query q exp(G - M), pull beta k exp(G - M), push beta v, key k exp(M - G), inverse (I + L)^-1 and attention A with the
-    columns of the token's own chunk, total exp of the decay over each half chunk.
+    query q exp(G - M), pull beta k exp(G - M), push beta v, key k exp(M - G), inverse (I + L)^-1 and attention A with
+    the columns of the token's own chunk, total exp of the decay over each half chunk.
     """
 
     query: jax.Array
@@ -62,7 +65,7 @@ class Operands(NamedTuple):
 
 
 def silu(x: jax.Array) -> jax.Array:
-    """x * sigmoid(x) with one tanh."""
+    """X * sigmoid(x) with one tanh."""
     half = 0.5 * x
     return half + half * jnp.tanh(half)
 
@@ -94,7 +97,7 @@ def tensor_core_product(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.
 
 
 def emulated_product(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:
-    """`product` for interpretation on a CPU, where a tensor-core product cannot take its left operand from registers."""
+    """A product for interpretation on a CPU, where the left operand cannot come from registers."""
     total = jnp.zeros(shape, jnp.float32)
     for left, right in pairs:
         total += jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
@@ -102,13 +105,13 @@ def emulated_product(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Arr
 
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x as a bfloat16 value and a bfloat16 remainder."""
+    """X as a bfloat16 value and a bfloat16 remainder."""
     high = x.astype(jnp.bfloat16)
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def convolve(raw: Any, taps: Any, part: int, first: jax.Array) -> jax.Array:
-    """SiLU of the convolution of 16 tokens of q, k or v, float32; `raw` has 3 rows before the block, `taps` is [4, 3, 128]."""
+    """SiLU of 16 convolved tokens of q, k or v, float32; `raw` starts 3 rows early, `taps` is [4, 3, 128]."""
     mixed = None
     for tap in range(4):
         weight = plgpu.load(taps.at[tap, part], layout=RUN_LAYOUT.reduce(0), optimized=False)
@@ -119,8 +122,10 @@ def convolve(raw: Any, taps: Any, part: int, first: jax.Array) -> jax.Array:
 
 
 def over_tiles(body: Callable[[jax.Array], None]) -> None:
-    """Runs `body(first token)` for each tile of the block: a loop, because straight-line code of this length starves the
-    instruction cache."""
+    """Runs `body(first token)` for each tile of the block.
+
+    A loop, because straight-line code of this length starves the instruction cache.
+    """
 
     def step(tile: jax.Array, _: None) -> None:
         body(tile * TILE)
@@ -140,7 +145,9 @@ def unit_rows(raw: Any, taps: Any, part: int, scale: float, length: jax.Array, t
         mixed = convolve(raw, taps, part, first)
         factor = lax.rsqrt((mixed * mixed).sum(axis=1) + KEY_EPS) * scale
         result = mixed * over_rows(factor, RUN_LAYOUT, (TILE, CHANNELS))
-        target[pl.ds(first, TILE), :] = jnp.where(valid_rows(first, length, RUN_LAYOUT), result, 0.0).astype(target.dtype)
+        target[pl.ds(first, TILE), :] = jnp.where(valid_rows(first, length, RUN_LAYOUT), result, 0.0).astype(
+            target.dtype
+        )
 
     over_tiles(tile)
 
@@ -151,7 +158,9 @@ def value_rows(raw: Any, taps: Any, betas: Any, length: jax.Array, target: Any) 
     def tile(first: jax.Array) -> None:
         beta = plgpu.load(betas.at[pl.ds(first, TILE)], layout=RUN_LAYOUT.reduce(1), optimized=False)
         result = convolve(raw, taps, 2, first) * over_rows(beta, RUN_LAYOUT, (TILE, CHANNELS))
-        target[pl.ds(first, TILE), :] = jnp.where(valid_rows(first, length, RUN_LAYOUT), result, 0.0).astype(target.dtype)
+        target[pl.ds(first, TILE), :] = jnp.where(valid_rows(first, length, RUN_LAYOUT), result, 0.0).astype(
+            target.dtype
+        )
 
     over_tiles(tile)
 
@@ -159,7 +168,7 @@ def value_rows(raw: Any, taps: Any, betas: Any, length: jax.Array, target: Any) 
 def gate_rows(
     logits: Any, speed: jax.Array, bias: jax.Array, lower_bound: float, length: jax.Array, gates: tuple, totals: Any
 ) -> None:
-    """Log decays of the block in base 2, in two parts, and exp of their sum over each tile; zero decay from `length` on."""
+    """Log decays in base 2 in two parts, and exp of their sum over each tile; zero decay from `length` on."""
 
     def tile(first: jax.Array) -> None:
         rows = plgpu.load(logits.at[pl.ds(first, TILE)], layout=COLUMN_LAYOUT, optimized=False).astype(jnp.float32)
@@ -247,7 +256,9 @@ def join_tiles(lower: jax.Array, solved: Any, high: Any, low: Any, product: Prod
     return inverse - times(inverse, times(between, inverse))
 
 
-def fetch_raw(qkvz: Any, window: Any, raws: tuple, ready: Any, row: jax.Array, head: jax.Array, start: jax.Array) -> None:
+def fetch_raw(
+    qkvz: Any, window: Any, raws: tuple, ready: Any, row: jax.Array, head: jax.Array, start: jax.Array
+) -> None:
     """Starts the copies of q, k, v of the block and of the three tokens before it (6 arrivals)."""
     for part, raw in enumerate(raws):
         plgpu.copy_gmem_to_smem(qkvz.at[row, pl.ds(start, BLOCK), head, part], raw.at[pl_ds(3, BLOCK)], ready)
@@ -286,7 +297,7 @@ def intra(
 
     product, view = (tensor_core_product, TileView) if interpret is None else (emulated_product, EmulatedTileView)
 
-    def body(qkvz, decay, beta, conv, a_log, dt_bias, _norm, window, lengths, *refs):
+    def body(qkvz, decay, beta, conv, a_log, dt_bias, _norm, window, lengths, *refs: Any):
         query_out, pull_out, push_out, key_out, inverse_out, attention_out, total_out = refs[:7]
         query, key, columns, betas, first, second, third, fourth, ready = refs[7:]
         raw_query, gate_high = first
@@ -308,7 +319,8 @@ def intra(
             ).astype(jnp.float32)
             bias = plgpu.load(dt_bias.at[head], layout=COLUMN_LAYOUT.reduce(0), optimized=False)
             speed = jnp.exp(a_log[head])
-            beta_rows = 0.5 + 0.5 * jnp.tanh(0.5 * beta_logits)
+            token = plgpu.broadcasted_iota(jnp.int32, (BLOCK,), 0, layout=PRODUCT.reduce(1))
+            beta_rows = jnp.where(token < length, 0.5 + 0.5 * jnp.tanh(0.5 * beta_logits), 0.0)
             betas[...] = beta_rows
             plgpu.barrier_wait(ready)
             unit_rows(raw_query, taps, 0, channels**-0.5, length, query)
@@ -361,8 +373,13 @@ def intra(
         grid=(heads, tokens // BLOCK, rows),
         grid_names=("heads", "blocks", "rows"),
         scratch_types=(
-            tile, tile, tile, plgpu.SMEM((BLOCK,), jnp.float32),
-            plgpu.RefUnion(raw, tile), plgpu.RefUnion(raw, tile, (half, half)), plgpu.RefUnion(raw, solved, blocks),
+            tile,
+            tile,
+            tile,
+            plgpu.SMEM((BLOCK,), jnp.float32),
+            plgpu.RefUnion(raw, tile),
+            plgpu.RefUnion(raw, tile, (half, half)),
+            plgpu.RefUnion(raw, solved, blocks),
             plgpu.RefUnion(plgpu.SMEM((4, 3, channels), jnp.float32), blocks),
             plgpu.Barrier(num_arrivals=8),
         ),
@@ -373,4 +390,3 @@ def intra(
         kernel_name="kda_intra",
     )(qkvz, decay_logits, beta_logits, *weights, window, length)
     return Operands(*outputs)
-

@@ -1,7 +1,7 @@
-"""KDA prefill on Mosaic GPU: `mosaic_intra` over all blocks of 64 tokens at once, then `mosaic_state` along the sequence.
+"""KDA prefill on Mosaic GPU: `mosaic_intra` over all blocks of 64 tokens, then `mosaic_state` along the sequence.
 
-States at boundaries are captured by the second kernel at the chunk start before them, without splitting the launch; the up to
-31 tokens between are replayed by the portable form, and only when a boundary does not fall on a chunk.
+States at boundaries are captured by the second kernel at the chunk start before them, without splitting the launch;
+the up to 31 tokens between are replayed by the portable form, and only when a boundary does not fall on a chunk.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def pad_tokens(x: jax.Array) -> jax.Array:
 
 
 def segment_count(sequences: int, tokens: int) -> int:
-    """Pieces to cut every sequence into: as many as keep both kernels of a segment in one wave, and none too short to pay."""
+    """Pieces of every sequence: as many as keep both kernels of a segment in one wave, none too short to pay."""
     return max(1, min(MULTIPROCESSORS // (2 * sequences), tokens // SHORTEST_SEGMENT))
 
 

@@ -1,12 +1,13 @@
 """KDA prefill, second kernel: the recurrence over chunks, one block per (row, head).
 
-Two warpgroups hold half of the values each of the transposed state [value, key] in float32 registers for the whole sequence;
-it is the left operand of every product, rounded to bfloat16, so it never touches memory. Two more warpgroups take turns at
-starting the bulk copies of later chunks and turning the readings of earlier ones into outputs. No barriers are inserted
-around shared memory here: what passes between warpgroups passes under the explicit ones. Per chunk, with M the decay at its middle,
-E its end, and operands as `mosaic_intra.Operands` describes them:
+Two warpgroups hold half of the values each of the transposed state [value, key] in float32 registers for the whole
+sequence; it is the left operand of every product, rounded to bfloat16, so it never touches memory. Two more
+warpgroups take turns at starting the bulk copies of later chunks and turning the readings of earlier ones into
+outputs. No barriers are inserted around shared memory here: what passes between warpgroups passes under the explicit
+ones. Per chunk, with M the decay at its middle, E its end, and operands as `mosaic_intra.Operands` describes them:
 
-    S' = S exp(M)        u = (push - S' pull^T) inverse^T        o = S' query^T + u attention^T        S = (S' + u key) exp(E - M)
+    S' = S exp(M)                        u = (push - S' pull^T) inverse^T
+    o = S' query^T + u attention^T       S = (S' + u key) exp(E - M)
 """
 
 from collections.abc import Callable
@@ -35,8 +36,9 @@ def advance(
 ) -> tuple[jax.Array, jax.Array]:
     """One chunk of half of the values: (state after it, readings [64, 32]).
 
-    `decay(part)` spreads the decay of a half chunk over the state; `meanwhile` runs while the first products are under way.
-    What the next chunk waits for is issued before what only the readings need. Without a query the readings are arbitrary.
+    `decay(part)` spreads the decay of a half chunk over the state; `meanwhile` runs while the first products are
+    under way. What the next chunk waits for is issued before what only the readings need. Without a query the
+    readings are arbitrary.
     """
     query, pull, push, key, inverse, attention = stage
     state = state * decay(0)
@@ -82,7 +84,9 @@ def fetch_chunk(operands: tuple, stage: tuple, ready: Any, row: jax.Array, head:
     """Starts the copies of a chunk's operands (`COPIES` arrivals)."""
     query, pull, push, key, inverse, attention, total = operands
     tokens = pl.ds(chunk * CHUNK, CHUNK)
-    for source, target in zip((query, pull, key, inverse, attention), (stage[0], stage[1], stage[3], stage[4], stage[5])):
+    for source, target in zip(
+        (query, pull, key, inverse, attention), (stage[0], stage[1], stage[3], stage[4], stage[5])
+    ):
         plgpu.copy_gmem_to_smem(source.at[row, head, tokens], target, ready)
     for side in range(2):
         plgpu.copy_gmem_to_smem(push.at[row, head, tokens, pl_ds(SIDE * side, SIDE)], stage[2].at[side], ready)
@@ -123,17 +127,42 @@ def recur(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(output [B, T, H, D], final state, states at the start of chunk `home`), states transposed to [value, key].
 
-    `state` holds the state before each of P segments of `segment_chunks` chunks, which run at the same time. `home` past the
-    last chunk captures the final state. T is a multiple of the block of 64.
+    `state` holds the state before each of P segments of `segment_chunks` chunks, which run at the same time. `home`
+    past the last chunk captures the final state. T is a multiple of the block of 64.
     """
     rows, tokens, heads, _, channels = qkvz.shape
     segments, captures = state.shape[1], home.shape[1]
     most = segment_chunks(tokens, segments)
     step: Callable = advance if interpret is None else emulated_advance
 
-    def body(query, pull, push, key, inverse, attention, total, qkvz, norm, state_in, lengths, home,
-             output, state_out, captured,
-             queries, pulls, pushes, keys, inverses, attentions, totals, readings, full, read, drained):
+    def body(
+        query,
+        pull,
+        push,
+        key,
+        inverse,
+        attention,
+        total,
+        qkvz,
+        norm,
+        state_in,
+        lengths,
+        home,
+        output,
+        state_out,
+        captured,
+        queries,
+        pulls,
+        pushes,
+        keys,
+        inverses,
+        attentions,
+        totals,
+        readings,
+        full,
+        read,
+        drained,
+    ):
         head, group = lax.axis_index("heads"), lax.axis_index("group")
         row, segment = lax.axis_index("pieces") // segments, lax.axis_index("pieces") % segments
         length, first = lengths[row], segment * most
@@ -153,6 +182,7 @@ def recur(
 
             def capture(state: jax.Array, wanted: Callable[[jax.Array], jax.Array]) -> None:
                 for index in range(captures):
+
                     @pl.when(wanted(homes[index]))
                     def _store() -> None:
                         captured[row, index, head, values] = state
@@ -179,8 +209,14 @@ def recur(
                     total = plgpu.load(totals.at[slot, part], layout=PRODUCT.reduce(0), optimized=False)
                     return over_columns(total, PRODUCT, (SIDE, channels))
 
-                stage = (queries.at[slot], pulls.at[slot], pushes.at[slot, group], keys.at[slot], inverses.at[slot],
-                         attentions.at[slot])
+                stage = (
+                    queries.at[slot],
+                    pulls.at[slot],
+                    pushes.at[slot, group],
+                    keys.at[slot],
+                    inverses.at[slot],
+                    attentions.at[slot],
+                )
                 state, reading = step(state, stage, decay, lambda: publish(chunk - 1, last))
                 return state, plgpu.layout_cast(reading.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
 
@@ -214,11 +250,14 @@ def recur(
                 chunk = 2 * turn + parity
                 there = pl.ds((first + chunk) * CHUNK, CHUNK)
                 gates = [
-                    plgpu.load(qkvz.at[row, there, head, 3, side], layout=OUTPUT_LAYOUT, optimized=False) for side in sides
+                    plgpu.load(qkvz.at[row, there, head, 3, side], layout=OUTPUT_LAYOUT, optimized=False)
+                    for side in sides
                 ]
                 plgpu.barrier_wait(read.at[parity])
                 pl.when(chunk + STAGES < chunks)(lambda: fetch(chunk + STAGES))
-                halves = [plgpu.load(readings.at[parity, side], layout=OUTPUT_LAYOUT, optimized=False) for side in range(2)]
+                halves = [
+                    plgpu.load(readings.at[parity, side], layout=OUTPUT_LAYOUT, optimized=False) for side in range(2)
+                ]
                 plgpu.barrier_arrive(drained.at[parity])
                 results = gated_output(halves, gates, norms, norm_eps, token < length - (first + chunk) * CHUNK)
                 for side, result in zip(sides, results):
@@ -248,8 +287,12 @@ def recur(
         num_threads=4,
         thread_name="group",
         scratch_types=(
-            tile, tile, plgpu.SMEM((STAGES, 2, CHUNK, SIDE), jnp.bfloat16, transforms=NARROW),
-            plgpu.SMEM((STAGES, CHUNK, channels), jnp.bfloat16, transforms=NARROW), square, square,
+            tile,
+            tile,
+            plgpu.SMEM((STAGES, 2, CHUNK, SIDE), jnp.bfloat16, transforms=NARROW),
+            plgpu.SMEM((STAGES, CHUNK, channels), jnp.bfloat16, transforms=NARROW),
+            square,
+            square,
             plgpu.SMEM((STAGES, 2, channels), jnp.float32),
             plgpu.SMEM((2, 2, CHUNK, SIDE), jnp.bfloat16, transforms=WIDE),
             plgpu.Barrier(num_arrivals=COPIES, num_barriers=STAGES),

@@ -1,10 +1,11 @@
 """KDA tokens of one head inside a Mosaic GPU kernel: what decode, verify and commit share, so that they round alike.
 
-One warpgroup (128 threads) owns the whole 128 x 128 state of a head in registers. Keys are split over the four warps and
-values over the lanes, four neighbouring values a lane: a row of the state is one 512-byte access of a warp, sums over keys
-are local up to one exchange between warps, and a key is a register that all lanes of a warp share.
+One warpgroup (128 threads) owns the whole 128 x 128 state of a head in registers. Keys are split over the four warps
+and values over the lanes, four neighbouring values a lane: a row of the state is one 512-byte access of a warp, sums
+over keys are local up to one exchange between warps, and a key is a register that all lanes of a warp share.
 
-The kernels insert no barriers of their own around shared memory; `plgpu.commit_smem` stands where threads exchange data.
+The kernels insert no barriers of their own around shared memory; `plgpu.commit_smem` stands where threads exchange
+data.
 """
 
 from typing import Any
@@ -23,9 +24,7 @@ ROWS = 4
 QUERY, KEY, VALUE, GATE, RETAIN = range(5)
 """Planes of `vectors` [5, tokens, 128]: q, k, v, output-gate logits, exp of the log decay."""
 
-ROW_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((ROWS, CHANNELS), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-)
+ROW_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((ROWS, CHANNELS), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 """[4, 128]: a row per warp, so that sums over channels stay inside a warp."""
 
 STATE_LAYOUT = plgpu.Layout.TILED(
@@ -61,7 +60,7 @@ def spread(x: jax.Array, axis: int, shape: tuple[int, int], layout: Any) -> jax.
 
 
 def scratch(tokens: int, dtype: jnp.dtype) -> dict[str, Any]:
-    """Shared memory of a kernel over `tokens` tokens a row: state, raw rows, taps, decay logits, vectors, <k, q>, barriers."""
+    """Shared memory and barriers of a kernel over `tokens` tokens a row; `overlaps` holds <k, q>."""
     smem = plgpu.SMEM
     return {
         "state": smem((CHANNELS, CHANNELS), jnp.float32),
@@ -141,8 +140,10 @@ def overlap_vectors(buffers: dict[str, Any]) -> None:
 
 
 def write_token(state: jax.Array, key: jax.Array, retain: jax.Array, write: jax.Array) -> jax.Array:
-    """Diag(exp g) S + k u^T with `key` and `retain` spread over the state; the barrier keeps both products apart, so that
-    decode, verify and commit round alike."""
+    """Diag(exp g) S + k u^T, with `key` and `retain` spread over the state.
+
+    The barrier keeps both products apart, so that decode, verify and commit round alike.
+    """
     return lax.optimization_barrier(state * retain) + key * spread(write, 1, (CHANNELS, CHANNELS), STATE_LAYOUT)
 
 
@@ -151,8 +152,8 @@ def step(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Decay, predict, write, read: (new state, reading o, write vector u).
 
-    o = S^T q is taken before the write as (decayed S)^T q + <k, q> u, so that both sums over keys wait for nothing but the
-    decayed state. `overlap` is <k, q>.
+    o = S^T q is taken before the write as (decayed S)^T q + <k, q> u, so that both sums over keys wait for nothing
+    but the decayed state. `overlap` is <k, q>.
     """
     load = lambda plane, layout: plgpu.load(vectors.at[plane, token], layout=layout)  # noqa: E731
     shape = (CHANNELS, CHANNELS)

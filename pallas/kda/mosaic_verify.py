@@ -1,7 +1,7 @@
 """KDA verify and commit as Mosaic GPU kernels, one block per (row, head), with the token arithmetic of decode.
 
-Verify keeps the state in registers over the tokens of a row, so its cost beyond the first token is latency alone; it never
-writes the pools. Commit replays u, k and g of the accepted prefix and rounds exactly as decode does.
+Verify keeps the state in registers over the tokens of a row, so its cost beyond the first token is latency alone; it
+never writes the pools. Commit replays u, k and g of the accepted prefix and rounds exactly as decode does.
 """
 
 from typing import Any
@@ -15,8 +15,29 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas.kda.mosaic_decode import require_supported
 from pallas.kda.mosaic_token import (
-    CHANNELS, GATE, KEY, KEY_LAYOUT, PARAMS, ROW_LAYOUT, ROWS, STATE_LAYOUT, VALUE_LAYOUT, fetch_inputs, fetch_slot,
-    gate_parameters, gate_vectors, gated_norm, overlap_vectors, padded, pl_ds, scratch, sigmoid, spread, step, token_vectors, write_token,
+    CHANNELS,
+    GATE,
+    KEY,
+    KEY_LAYOUT,
+    PARAMS,
+    ROW_LAYOUT,
+    ROWS,
+    STATE_LAYOUT,
+    VALUE_LAYOUT,
+    fetch_inputs,
+    fetch_slot,
+    gate_parameters,
+    gate_vectors,
+    gated_norm,
+    overlap_vectors,
+    padded,
+    pl_ds,
+    scratch,
+    sigmoid,
+    spread,
+    step,
+    token_vectors,
+    write_token,
 )
 from pallas.kda.types import WINDOW, KdaWeights, Pools, Records, Verify
 
@@ -47,8 +68,29 @@ def verify(
     require_supported(channels, qkvz.dtype)
     require_tokens(tokens)
 
-    def body(qkvz, decay, beta, conv, a_log, dt_bias, norm, state_pool, window_pool, slots, lengths,
-             output, write_out, key_out, decay_out, decays, writes, readings, gated, strengths, **buffers):
+    def body(
+        qkvz,
+        decay,
+        beta,
+        conv,
+        a_log,
+        dt_bias,
+        norm,
+        state_pool,
+        window_pool,
+        slots,
+        lengths,
+        output,
+        write_out,
+        key_out,
+        decay_out,
+        decays,
+        writes,
+        readings,
+        gated,
+        strengths,
+        **buffers: Any,
+    ):
         row, head = lax.axis_index("rows"), lax.axis_index("heads")
         sources = [qkvz.at[row, token, head] for token in range(tokens)]
         fetch_inputs(sources, decay.at[row, :, head], conv, head, buffers)
@@ -90,9 +132,7 @@ def verify(
                 ref[rows, :] = mask(load(ref))
         plgpu.commit_smem()
         valid = pl_ds(0, tokens)
-        for source, target in (
-            (gated, output), (writes, write_out), (vectors.at[KEY], key_out), (decays, decay_out)
-        ):
+        for source, target in ((gated, output), (writes, write_out), (vectors.at[KEY], key_out), (decays, decay_out)):
             plgpu.copy_smem_to_gmem(source.at[valid], target.at[row, :, head])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -104,9 +144,12 @@ def verify(
         grid=(heads, rows),
         grid_names=("heads", "rows"),
         scratch_types={
-            "decays": plane, "writes": plane, "readings": plane,
+            "decays": plane,
+            "writes": plane,
+            "readings": plane,
             "gated": plgpu.SMEM((padded(tokens), channels), qkvz.dtype),
-            "strengths": plgpu.SMEM((tokens,), jnp.float32), **scratch(tokens, qkvz.dtype),
+            "strengths": plgpu.SMEM((tokens,), jnp.float32),
+            **scratch(tokens, qkvz.dtype),
         },
         compiler_params=PARAMS,
         interpret=interpret,
@@ -129,8 +172,21 @@ def commit(
     require_supported(channels, qkvz.dtype)
     require_tokens(tokens)
 
-    def body(writes, keys, decays, qkvz, slots, counts, state_pool, window_pool,
-             state, raw, vectors, inputs_ready, state_ready):
+    def body(
+        writes,
+        keys,
+        decays,
+        qkvz,
+        slots,
+        counts,
+        state_pool,
+        window_pool,
+        state,
+        raw,
+        vectors,
+        inputs_ready,
+        state_ready,
+    ):
         row, head = lax.axis_index("rows"), lax.axis_index("heads")
         slot = slots[row]
         count = jnp.where(slot == 0, 0, jnp.minimum(counts[row], tokens))

@@ -42,7 +42,7 @@ def jla_prefill_us(heads: int, tokens: int, slow: bool) -> float:
 
 
 def fla_decode_us(rows: int, heads: int) -> float:
-    """fla's recurrent KDA kernel in a CUDA graph: gates inside, neither convolution nor output norm."""
+    """Fla's recurrent KDA kernel in a CUDA graph: gates inside, neither convolution nor output norm."""
     import torch
     from fla.ops.kda import fused_recurrent_kda
 
@@ -58,9 +58,17 @@ def fla_decode_us(rows: int, heads: int) -> float:
     def walk() -> None:
         for state in states:
             fused_recurrent_kda(
-                *tokens, beta, A_log=a_log, dt_bias=bias, initial_state=state, output_final_state=True,
-                use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-                lower_bound=-5.0, state_v_first=True,
+                *tokens,
+                beta,
+                A_log=a_log,
+                dt_bias=bias,
+                initial_state=state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True,
+                use_beta_sigmoid_in_kernel=True,
+                lower_bound=-5.0,
+                state_v_first=True,
             )
 
     walk()

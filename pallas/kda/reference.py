@@ -19,11 +19,16 @@ def rounded(product: jax.Array) -> jax.Array:
 
 
 def write_token(
-    state: Float32[Array, "B H D V"], key: Float32[Array, "B H D"], decay: Float32[Array, "B H D"],
+    state: Float32[Array, "B H D V"],
+    key: Float32[Array, "B H D"],
+    decay: Float32[Array, "B H D"],
     write: Float32[Array, "B H V"],
 ) -> Float32[Array, "B H D V"]:
-    """Diag(exp g) S + k u^T: all of the recurrence once u is known. `step` and `commit` share it and agree bit for bit:
-    of two products under a sum a compiler contracts one, and not the same one in every program, hence `rounded`."""
+    """Diag(exp g) S + k u^T: all of the recurrence once u is known.
+
+    `step` and `commit` share it and agree bit for bit: of two products under a sum a compiler contracts one, not the
+    same one in every program, hence `rounded`.
+    """
     return rounded(jnp.exp(decay)[..., None] * state) + rounded(key[..., None] * write[..., None, :])
 
 

@@ -1,6 +1,7 @@
 """The arrays that go into and come out of the KDA ops.
 
-Dimension names: B rows, T tokens, W verified tokens, H heads, D channels of a head (keys and values alike), N boundaries, S pool slots.
+Dimension names: B rows, T tokens, W verified tokens, H heads, D channels of a head (keys and values alike), N
+boundaries, S pool slots.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,8 @@ KEY_EPS = 1e-6
 class KdaWeights(NamedTuple):
     """Parameters of one KDA layer beside its projections, all float32.
 
-    `conv[3]` multiplies the current token. `a_log` and `dt_bias` shape the forget gate, `norm` scales the output per channel.
+    `conv[3]` multiplies the current token. `a_log` and `dt_bias` shape the forget gate, `norm` scales the output per
+    channel.
     """
 
     conv: Float32[Array, "4 H 3 D"]
@@ -27,7 +29,7 @@ class KdaWeights(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """Result of `prefill`: gated output, then state and window after each row's last valid token and at its boundaries."""
+    """Result of `prefill`: gated output, state and window after each row's last valid token and at its boundaries."""
 
     output: Float[Array, "B T H D"]
     state: Float32[Array, "B H D D"]

@@ -76,16 +76,22 @@ def targets(slot: Int32[Array, "B"], pool: Array) -> Int32[Array, "B"]:
 
 
 def one_token(
-    carry: tuple[jax.Array, jax.Array], item: tuple[jax.Array, ...], weights: KdaWeights, lower_bound: float, norm_eps: float
+    carry: tuple[jax.Array, jax.Array],
+    item: tuple[jax.Array, ...],
+    weights: KdaWeights,
+    lower_bound: float,
+    norm_eps: float,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, Records]]:
-    """Decode of one token per row on (state, window); `item` is (qkvz, decay logits, beta logits, valid) without a T axis.
+    """Decode of one token per row on (state, window); `item` is (qkvz, decay logits, beta logits, valid), no T axis.
 
     Decode runs it once and verify in a scan: the same operations on the same shapes, so that both round alike.
     """
     state, window = carry
     qkvz, decay_logits, beta_logits, valid = item
     raw = qkvz[:, None]
-    inputs = token_inputs(raw, decay_logits[:, None], beta_logits[:, None], weights, window, valid[:, None], lower_bound)
+    inputs = token_inputs(
+        raw, decay_logits[:, None], beta_logits[:, None], weights, window, valid[:, None], lower_bound
+    )
     # Barriers keep the compiler from fusing, hence rounding, these parts in one way here and in another there.
     token = jax.lax.optimization_barrier(TokenInputs(*(x[:, 0] for x in inputs)))
     state, reading, write = jax.lax.optimization_barrier(step(state, token))
@@ -114,9 +120,7 @@ def decode(
     item = (qkvz, decay_logits, beta_logits, slot != 0)
     (state, window), (output, _) = one_token((state, window), item, weights, lower_bound, norm_eps)
     place = targets(slot, state_pool)
-    return Decode(
-        output, state_pool.at[place].set(state, mode="drop"), window_pool.at[place].set(window, mode="drop")
-    )
+    return Decode(output, state_pool.at[place].set(state, mode="drop"), window_pool.at[place].set(window, mode="drop"))
 
 
 def verify(

@@ -23,7 +23,8 @@ def test_green_gate_on_a_cpu_says_that_no_gpu_was_measured(gate, capsys, tmp_pat
     gate(1e-3, 0.0)
     assert bench.main(["kernels", "--op", "kda", "--json", str(tmp_path / "kda.json")]) == 0
     out = capsys.readouterr().out
-    assert "2 checks passed" in out and "no GPU was measured" in out
+    assert "2 checks passed" in out
+    assert "no GPU was measured" in out
     assert not (tmp_path / "kda.json").exists()
 
 
@@ -32,7 +33,8 @@ def test_red_gate_prints_no_table(error, gate, capsys):
     gate(1e-3, error)
     assert bench.main(["kernels"]) == 1
     captured = capsys.readouterr()
-    assert captured.out == "" and "check 1" in captured.err
+    assert captured.out == ""
+    assert "check 1" in captured.err
 
 
 def test_a_gpu_gets_a_table_and_a_file(gate, capsys, tmp_path, monkeypatch):
@@ -42,7 +44,8 @@ def test_a_gpu_gets_a_table_and_a_file(gate, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     assert bench.main(["kernels", "--json", str(tmp_path / "kda.json")]) == 0
     out = capsys.readouterr().out
-    assert "50%" in out and "2.00" in out
+    assert "50%" in out
+    assert "2.00" in out
     assert json.loads((tmp_path / "kda.json").read_text())["measurements"][0]["measured"] == 5.0
 
 

@@ -4,15 +4,21 @@ import dataclasses
 import itertools
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from k3jax import params
+from k3jax.dspark.config import DraftGqa, DSparkConfig, Rope
+from k3jax.dspark.model import DSpark
+from k3jax.dspark.tensors import draft_specs
 from k3jax.runtime import Model
+from k3jax.speculation.drafters import Draft, DSparkDrafter
 from serving.core import Core
 from serving.costs import ModelCost
 from serving.plan import Shape
 from serving.prefix_cache import CacheOptions, PrefixCache
 from serving.request import Request
-from serving.runner import JaxRunner, RunnerOptions
+from serving.runner import JaxRunner, RunnerOptions, tokens_per_step
 from serving.scheduler import SchedulerOptions
 
 ROWS, PAGES, SLOTS, PAGE, UNIT = 4, 49, 14, 8, 4
@@ -25,8 +31,8 @@ def build_model(tiny_config, random_tree):
     return Model.of(config, random_tree(config), max_length=96)
 
 
-def build_runner(model, rows=ROWS):
-    options = RunnerOptions(rows=rows, shapes=(CHUNK, WIDE), captures=2, widths=(12,), stops=2)
+def build_runner(model, shapes=(CHUNK, WIDE)):
+    options = RunnerOptions(rows=ROWS, shapes=shapes, captures=2, widths=(12,))
     runner = JaxRunner(model, CacheOptions(pages=PAGES, slots=SLOTS, page_size=PAGE, unit=UNIT), options)
     runner.warm_up()
     return runner
@@ -37,7 +43,14 @@ def build_core(runner, pages=PAGES, slots=SLOTS, **options):
     cache = PrefixCache(
         CacheOptions(pages=pages, slots=slots, page_size=PAGE, unit=UNIT), ModelCost.of(runner.model.config)
     )
-    defaults = {"rows": runner.options.rows, "token_budget": 44, "shapes": SHAPES, "max_length": 96}
+    block = tokens_per_step(runner.model)
+    defaults = {
+        "rows": runner.options.rows,
+        "token_budget": 44 + 12,
+        "block": block,
+        "shapes": SHAPES,
+        "max_length": 96,
+    }
     return Core(SchedulerOptions(**defaults | options), cache, runner)
 
 
@@ -81,3 +94,32 @@ def serve(core, *items):
     outputs = core.run(5000)
     core.check_books()
     return collect(outputs, items)
+
+
+def build_draft(config):
+    """A random draft of three tokens: nearly all are rejected, which is the hard case for states and lengths."""
+    settings = DSparkConfig(
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.hidden_size,
+        intermediate_size=64,
+        num_layers=1,
+        attention=DraftGqa(num_heads=2, num_kv_heads=1, head_dim=16),
+        rope=Rope(theta=1e4, interleaved=False),
+        norm_eps=1e-5,
+        target_layer_ids=(0, 2),
+        mask_token_id=252,
+        block_size=3,
+        markov_rank=8,
+        markov_kind="vanilla",
+        confidence=False,
+        confidence_with_markov=False,
+    )
+    rng = np.random.default_rng(11)
+
+    def fill(spec):
+        values = rng.standard_normal(spec.shape) / np.sqrt(spec.shape[-1])
+        return jnp.asarray(1 + 0.1 * values if spec.init == "ones" else values, jnp.float32)
+
+    return Draft(*DSparkDrafter.of(DSpark(settings, params.map_tree(fill, draft_specs(settings)))))

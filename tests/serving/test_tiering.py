@@ -195,3 +195,28 @@ def test_the_real_model_after_a_round_trip(runner, alone, tmp_path, disk):
     assert tiers.counters.restored >= 3
     assert runner.compilations == before
     tiers.close()
+
+
+@pytest.mark.parametrize(("host", "device", "cached"), [(8, 16, 16), (16, 8, 16), (16, 0, 16), (0, 8, 8)])
+def test_the_longer_of_two_prefixes_wins(make_tiered, host, device, cached):
+    """D.1 7: a prefix on the device and another one outside it, longer or shorter; they are never mixed."""
+    core, tiers = make_tiered(pages=20, slots=5)
+    if host:
+        serve(core, request("host", range(host + 1), 1))
+        fill(core, 6)
+        assert core.cache.match(core._chain(request("probe", range(17))), 16).tokens == 0
+    if device:
+        serve(core, request("device", range(device + 1), 1))
+    restored = tiers.counters.restored
+    final = serve(core, request("both", [*range(17), 45, 46]))
+    assert final.cached_tokens >= cached
+    assert (tiers.counters.restored > restored) == (host > device)
+
+
+def test_events_tell_the_tier(make_tiered):
+    core, _ = make_tiered()
+    serve(core, request("a", range(21)))
+    fill(core)
+    stored = {(event.tier, event.end) for event in core.cache.events.since(0) if type(event).__name__ == "Stored"}
+    assert ("device", 20) in stored
+    assert ("host", 20) in stored

@@ -40,7 +40,11 @@ def make_case(rows, tokens, heads, channels, dtype=jnp.float32, gates="random", 
     normal = lambda *shape: rng.standard_normal(shape)  # noqa: E731
     conv, qkvz = 0.5 * normal(4, heads, 3, channels), normal(rows, tokens, heads, 4, channels)
     window, beta = normal(rows, 3, heads, 3, channels), normal(rows, tokens, heads)
-    a_log, dt_bias = (0.3 * normal(heads), normal(heads, channels)) if gates == "random" else (np.zeros(heads), np.zeros((heads, channels)))
+    a_log, dt_bias = (
+        (0.3 * normal(heads), normal(heads, channels))
+        if gates == "random"
+        else (np.zeros(heads), np.zeros((heads, channels)))
+    )
     if keys != "random":
         conv[:, :, 1] = np.array([0, 0, 0, 1.0])[:, None, None]
         shared = normal(rows, 1, heads, channels)
@@ -53,8 +57,12 @@ def make_case(rows, tokens, heads, channels, dtype=jnp.float32, gates="random", 
     return Case(inputs, f32(0.3 * normal(rows, heads, channels, channels)), jnp.asarray(window, dtype))
 
 
-def float64_recurrence(case: Case, lengths: list[int], eps: float = 1e-5) -> dict[str, np.ndarray]:
-    """Output [B, T, H, D] (0 past the length), states and windows after 0, 1, ... T tokens [B, T + 1, ...]; nothing is rounded."""
+def float64_recurrence(case: Case, lengths: list[int], eps: float = 1e-5, operands=np.float64) -> dict[str, np.ndarray]:
+    """Output [B, T, H, D] (0 past the length), states and windows after 0, 1, ... T tokens [B, T + 1, ...].
+
+    Nothing is rounded, except q, k and v once where `operands` names a narrower type: the least error that products in
+    that type can make, which grows where keys are nearly collinear.
+    """
     qkvz, decay, beta, weights, state, window = (
         type(x)(*(np.asarray(y, np.float64) for y in x)) if isinstance(x, tuple) else np.asarray(x, np.float64)
         for x in case.args()
@@ -70,6 +78,7 @@ def float64_recurrence(case: Case, lengths: list[int], eps: float = 1e-5) -> dic
                 mixed = sum(weights.conv[j] * past[-4 + j] for j in range(4))
                 q, k, v = np.moveaxis(mixed * sigmoid(mixed), 1, 0)
                 q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+                q, k, v = (x.astype(operands).astype(np.float64) for x in (q, k, v))
                 g = -5 * sigmoid(np.exp(weights.a_log)[:, None] * (decay[row, t] + weights.dt_bias))
                 memory = np.exp(g)[..., None] * memory
                 u = sigmoid(beta[row, t])[:, None] * (v - np.einsum("hkv,hk->hv", memory, k))

@@ -50,7 +50,8 @@ def test_verify_and_commit_interpreted(make_case):
     state, window = pools(case, slot)
     verify = jax.jit(lambda *args: mosaic_verify.verify(*args, BOUND, EPS, INTERPRET))
     result = verify(*case.tokens, state, window, slot, accepted)
-    assert not np.any(result.output[1, 2]) and not any(np.any(x[1, 2]) for x in result.records)
+    assert not np.any(result.output[1, 2])
+    assert not any(np.any(x[1, 2]) for x in result.records)
     commit = jax.jit(lambda *args: mosaic_verify.commit(*args, INTERPRET))
     committed = commit(result.records, case.tokens[0], state, window, slot, accepted)
     for token in range(3):
@@ -61,9 +62,7 @@ def test_verify_and_commit_interpreted(make_case):
     np.testing.assert_allclose(committed.state_pool, state, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("gates", "keys"), [("random", "random"), ("bound", "random"), ("slow", "collinear")]
-)
+@pytest.mark.parametrize(("gates", "keys"), [("random", "random"), ("bound", "random"), ("slow", "collinear")])
 @pytest.mark.slow
 def test_prefill_interpreted_regimes(gates, keys, make_case, float64_recurrence, close):
     case = make_case(1, 64, 1, HEAD_DIM, jnp.bfloat16, gates=gates, keys=keys)
@@ -72,15 +71,23 @@ def test_prefill_interpreted_regimes(gates, keys, make_case, float64_recurrence,
 
 def test_prefill_interpreted(make_case, float64_recurrence, close):
     case = make_case(1, 70, 1, HEAD_DIM, jnp.bfloat16, gates="mixed")
+    case.tokens = (*(x.at[:, 67:].set(jnp.nan) for x in case.tokens[:3]), case.tokens[3])
     check_prefill(case, [67], jnp.array([[64, 33]], jnp.int32), float64_recurrence, close)
+
+
+def last_state(result):
+    return result["states"][:, -1]
 
 
 def check_prefill(case, lengths, boundaries, float64_recurrence, close):
     run = jax.jit(lambda *args: mosaic_prefill.prefill(*args, BOUND, EPS, INTERPRET))
     actual = run(*case.args(), jnp.array(lengths, jnp.int32), boundaries)
     expected = float64_recurrence(case, lengths)
-    close(actual.output, expected["output"], 2e-2, "output")
-    close(actual.state, expected["states"][:, -1], 1e-2, "state")
+    least = float64_recurrence(case, lengths, operands=jnp.bfloat16)
+    for name, value, of in (("output", actual.output, lambda x: x["output"]), ("state", actual.state, last_state)):
+        # Twice what one rounding of the operands alone does to this input, or the usual bound if that is larger.
+        error = np.linalg.norm(of(least) - of(expected)) / np.linalg.norm(of(expected))
+        close(value, of(expected), max(1e-2, 2 * error), name)
     close(actual.window, expected["windows"][:, -1], 0, "window")
     if boundaries is not None:
         wanted = np.stack([expected["states"][row, boundaries[row]] for row in range(len(lengths))])
@@ -95,6 +102,7 @@ def test_segments_compose_interpreted(make_case, float64_recurrence, close, monk
     check_prefill(case, [100], jnp.array([[32, 77]], jnp.int32), float64_recurrence, close)
 
 
+@pytest.mark.slow
 def test_affine_interpreted(make_case, float64_recurrence, close):
     case = make_case(1, 64, 1, HEAD_DIM, jnp.bfloat16, gates="slow")
     length = jnp.array([50], jnp.int32)
@@ -131,7 +139,7 @@ def test_gradients_are_the_portable_form_s(make_case):
         def loss(*floats):
             return sum(jnp.sum(x**2) for x in jax.tree.leaves(op(*floats, length, boundaries, BOUND, EPS)))
 
-        return jax.tree.leaves(jax.grad(loss, argnums=(0, 1, 2, 3, 4, 5))(*case.args()))
+        return jax.tree.leaves(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4, 5)))(*case.args()))
 
     for a, b in zip(gradients(wrapped), gradients(xla.prefill)):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -143,12 +151,19 @@ def shapes(rows, tokens, slots=None):
     lead = (rows,) if tokens is None else (rows, tokens)
     f32, bf16 = jnp.float32, jnp.bfloat16
     weights = kda.KdaWeights(
-        array((4, HEADS, 3, HEAD_DIM), f32), array((HEADS,), f32), array((HEADS, HEAD_DIM), f32), array((HEAD_DIM,), f32)
+        array((4, HEADS, 3, HEAD_DIM), f32),
+        array((HEADS,), f32),
+        array((HEADS, HEAD_DIM), f32),
+        array((HEAD_DIM,), f32),
     )
     first = slots or rows
     return (
-        array((*lead, HEADS, 4, HEAD_DIM), bf16), array((*lead, HEADS, HEAD_DIM), bf16), array((*lead, HEADS), bf16), weights,
-        array((first, HEADS, HEAD_DIM, HEAD_DIM), f32), array((first, 3, HEADS, 3, HEAD_DIM), bf16),
+        array((*lead, HEADS, 4, HEAD_DIM), bf16),
+        array((*lead, HEADS, HEAD_DIM), bf16),
+        array((*lead, HEADS), bf16),
+        weights,
+        array((first, HEADS, HEAD_DIM, HEAD_DIM), f32),
+        array((first, 3, HEADS, 3, HEAD_DIM), bf16),
     )
 
 
@@ -186,7 +201,9 @@ def test_affine_lowers_for_cuda():
     lowers(lambda *args: mosaic_prefill.affine(*args, BOUND), qkvz, decay, beta, weights, window, length)
 
 
-@pytest.mark.parametrize(("channels", "dtype", "reason"), [(64, jnp.bfloat16, "64"), (HEAD_DIM, jnp.float32, "float32")])
+@pytest.mark.parametrize(
+    ("channels", "dtype", "reason"), [(64, jnp.bfloat16, "64"), (HEAD_DIM, jnp.float32, "float32")]
+)
 def test_refusals_carry_their_reason(channels, dtype, reason, make_case):
     case = make_case(1, 2, 1, channels, dtype)
     with pytest.raises(NotImplementedError, match=reason):
@@ -197,3 +214,13 @@ def test_named_implementation_never_falls_back(make_case):
     case = make_case(1, 2, 1, HEAD_DIM, jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="GPU"):
         kda.prefill(*case.args(), jnp.array([2], jnp.int32), implementation="mosaic")
+
+
+def test_refuses_other_gpus(monkeypatch):
+    class Blackwell:
+        compute_capability = "10.0"
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Blackwell()])
+    with pytest.raises(NotImplementedError, match=r"10\.0"):
+        mosaic.require_hopper("kda mosaic decode")

@@ -51,7 +51,8 @@ def test_bfloat16(make_case, float64_recurrence, close):
     case = make_case(2, 70, 2, 64, dtype=jnp.bfloat16)
     expected = float64_recurrence(case, [70, 41])
     actual = kda.prefill(*case.args(), jnp.array([70, 41], jnp.int32), implementation="xla")
-    assert actual.output.dtype == jnp.bfloat16 and actual.window.dtype == jnp.bfloat16
+    assert actual.output.dtype == jnp.bfloat16
+    assert actual.window.dtype == jnp.bfloat16
     close(actual.output, expected["output"], 1e-2, "output")
     close(actual.state, expected["states"][:, -1], 1e-2, "state")
 
@@ -98,7 +99,11 @@ def test_rows_are_independent(make_case):
     length, order = jnp.array([33, 5, 20, 33], jnp.int32), jnp.array([2, 0, 3, 1])
     straight = kda.prefill(*case.args(), length, implementation="xla")
     permuted = kda.prefill(
-        *(x[order] for x in case.tokens[:3]), case.tokens[3], case.state[order], case.window[order], length[order],
+        *(x[order] for x in case.tokens[:3]),
+        case.tokens[3],
+        case.state[order],
+        case.window[order],
+        length[order],
         implementation="xla",
     )
     for a, b in zip(straight[:3], permuted[:3]):
@@ -115,7 +120,9 @@ def test_gradients_match_the_recurrence(gates, make_case, close):
         return jnp.sum(result.output**2) + jnp.sum(result.state**2)
 
     def gradients(op):
-        return jax.tree.leaves(jax.grad(lambda *args: loss(op, *args), argnums=(0, 1, 2, 3, 4))(*case.tokens, case.state))
+        return jax.tree.leaves(
+            jax.grad(lambda *args: loss(op, *args), argnums=(0, 1, 2, 3, 4))(*case.tokens, case.state)
+        )
 
     for index, (a, b) in enumerate(zip(gradients(kda.prefill), gradients(kda.recurrent))):
         assert np.isfinite(a).all()
