@@ -89,7 +89,7 @@ def installed_files(distributions: Iterable[metadata.Distribution]) -> Iterator[
             continue
         package = distribution.metadata["Name"].lower()
         for file in distribution.files or ():
-            if file.suffix in _SUFFIXES and not file.parts[0] == ".." and "_vendor" not in file.parts:
+            if file.suffix in _SUFFIXES and file.parts[0] != ".." and "_vendor" not in file.parts:
                 yield package, licence, file.as_posix(), Path(str(distribution.locate_file(file)))
 
 

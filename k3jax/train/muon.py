@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from k3jax.params import Tree, flatten
@@ -88,7 +89,7 @@ def orthogonalize(momenta: Mapping[Path, Array], views: Mapping[Path, Matrices],
 
 
 def scale_by_muon(
-    views: Mapping[Path, Matrices], *, momentum: float = 0.95, dtype: jnp.dtype = jnp.dtype(jnp.bfloat16)
+    views: Mapping[Path, Matrices], *, momentum: float = 0.95, dtype: DTypeLike = jnp.bfloat16
 ) -> optax.GradientTransformation:
     """Nesterov momentum, then orthogonalisation per matrix; other leaves must be masked out (`optax.partition`)."""
 
@@ -103,7 +104,7 @@ def scale_by_muon(
         old = dict(flatten(state.momentum))
         new = {path: momentum * old[path] + gradient for path, gradient in found.items()}
         ahead = {path: gradient + momentum * new[path] for path, gradient in found.items()}
-        steps = orthogonalize(ahead, views, dtype)
+        steps = orthogonalize(ahead, views, jnp.dtype(dtype))
         updates = nest({path: steps.get(path, leaf) for path, leaf in flatten(gradients)})
         return updates, MuonState(nest(new))
 

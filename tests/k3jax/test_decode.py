@@ -107,7 +107,15 @@ def test_json_is_one_record_with_everything(program_model, expected, capsys):
 def test_statistics_go_to_standard_error(program_model, capsys):
     assert decode.main([*OPTIONS, "--stats"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in lines] == ["prefill", "decode", "per", "first", "compilation", "weights", "state"]
+    assert [line.split()[0] for line in lines] == [
+        "prefill",
+        "decode",
+        "per",
+        "first",
+        "compilation",
+        "weights",
+        "state",
+    ]
     assert "(6 tokens in" in lines[0]
     assert "ms/token (12 tokens)" in lines[1]
 

@@ -42,7 +42,9 @@ def test_the_packed_model_has_the_training_loss(small_model: K3Config, awake: di
 
     @jax.jit
     def trained(masters: dict) -> jax.Array:
-        return losses(small_model, specs.compute_parameters(specs.training_specs(small_model), masters, jnp.bfloat16), batch).nats
+        return losses(
+            small_model, specs.compute_parameters(specs.training_specs(small_model), masters, jnp.bfloat16), batch
+        ).nats
 
     @jax.jit
     def shipped(packed: dict) -> jax.Array:

@@ -10,7 +10,7 @@ ROWS, TOKENS, HEADS, DIM = 2, 50, 2, 16
 BOUND, EPS = -5.0, 1e-5
 
 
-def recurrence(qkvz, decay_logits, beta_logits, conv, a_log, dt_bias, norm, state, window, length):  # noqa: ANN001, ANN201
+def recurrence(qkvz, decay_logits, beta_logits, conv, a_log, dt_bias, norm, state, window, length):
     """Section 2.4 of the specification as it is written, one token after the other."""
     rows = jnp.concatenate([window, qkvz[:, :, :, :3]], axis=1)
     mixed = sum(conv[tap][None, None] * rows[:, tap : tap + TOKENS] for tap in range(4))
@@ -20,7 +20,7 @@ def recurrence(qkvz, decay_logits, beta_logits, conv, a_log, dt_bias, norm, stat
     gate = BOUND / (1 + jnp.exp(-jnp.exp(a_log)[None, None, :, None] * (decay_logits + dt_bias[None, None])))
     beta = 1 / (1 + jnp.exp(-beta_logits))
 
-    def advance(state, token):  # noqa: ANN001, ANN202
+    def advance(state, token):
         query, key, value, gate, beta, output_gate, index = token
         live = (index < length)[:, None, None]
         decayed = jnp.exp(gate)[..., None] * state

@@ -54,7 +54,8 @@ def test_the_files_are_small_and_of_the_released_format() -> None:
 
 
 def test_the_card_and_the_list_of_files_name_permissive_sources_only() -> None:
-    rows = [line.split("\t") for line in lzma.open(DIRECTORY / "training_files.tsv.xz", "rt").read().splitlines()]
+    with lzma.open(DIRECTORY / "training_files.tsv.xz", "rt") as file:
+        rows = [line.split("\t") for line in file.read().splitlines()]
     assert rows[0] == ["package", "licence", "split", "file", "sha256"]
     assert len({(row[0], row[3]) for row in rows[1:]}) == len(rows) - 1 > 10_000
     licences = {row[1] for row in rows[1:]}
@@ -62,7 +63,15 @@ def test_the_card_and_the_list_of_files_name_permissive_sources_only() -> None:
     assert not any(re.search(r"GPL|MPL|Proprietary", licence) for licence in licences)
     assert {row[2] for row in rows[1:]} == {"training", "validation"}
     card = (DIRECTORY / "README.md").read_text(encoding="utf-8")
-    for word in ("bits per byte", "5-gram", "Quantile Balancing", "Apache-2.0", "H200", "max / mean", "training_files.tsv.xz"):
+    for word in (
+        "bits per byte",
+        "5-gram",
+        "Quantile Balancing",
+        "Apache-2.0",
+        "H200",
+        "max / mean",
+        "training_files.tsv.xz",
+    ):
         assert word in card, word
 
 

@@ -35,7 +35,9 @@ def held_out_name(stem: str) -> str:
 def prepared(tmp_path_factory: pytest.TempPathFactory, small_model: K3Config) -> Path:
     out, root = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("sources")
     for path in ROOT.glob("*.py"):
-        (root / held_out_name(path.stem) if path.stem in ("config", "chat") else root / path.name).write_text(path.read_text())
+        (root / held_out_name(path.stem) if path.stem in ("config", "chat") else root / path.name).write_text(
+            path.read_text()
+        )
     settings = programs.Preparation(
         out=out, vocab_size=small_model.vocab_size, root=root, length=LENGTH, conversations=30
     )
@@ -49,7 +51,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, small_model: K3Config) ->
 def trained(tmp_path_factory: pytest.TempPathFactory, small_model: K3Config, prepared: Path) -> tuple[Path, dict]:
     out = tmp_path_factory.mktemp("run")
     settings = programs.Training(
-        config=small_model, data=prepared, out=out, steps=4, seconds=None, chat_steps=2, rows=ROWS, length=LENGTH, dtype="float32"
+        config=small_model,
+        data=prepared,
+        out=out,
+        steps=4,
+        seconds=None,
+        chat_steps=2,
+        rows=ROWS,
+        length=LENGTH,
+        dtype="float32",
     )
 
     def export(path: Path, config: K3Config, tree: dict) -> None:
@@ -138,7 +148,7 @@ def test_another_vocabulary_is_refused(prepared: Path, small_model: K3Config, tm
         (["draw", "--out", "{tmp}/a.png", "--logs", "x", "y", "--names", "one"], 2, "1 names for 2 logs"),
     ],
 )
-def test_bad_usage_is_one_line(arguments, code, message, tmp_path, capsys) -> None:  # noqa: ANN001
+def test_bad_usage_is_one_line(arguments, code, message, tmp_path, capsys) -> None:
     assert command.main([argument.format(tmp=tmp_path) for argument in arguments]) == code
     error = capsys.readouterr().err
     assert error.count("\n") == 1

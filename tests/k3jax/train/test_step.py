@@ -94,7 +94,7 @@ def test_eight_devices_and_micro_batches_equal_one(
 
 def _run(
     small_model: K3Config, batch: Batch, one_device: tuple, start: step.TrainState, directory, journal: Journal
-) -> Run:  # noqa: ANN001
+) -> Run:
     mesh, train_step = one_device
     rows = jax.device_get(batch)
     phase = Phase(
@@ -121,7 +121,7 @@ def test_a_resumed_run_is_bit_identical(
     batch: Batch,
     one_device: tuple,
     start: step.TrainState,
-    tmp_path,  # noqa: ANN001
+    tmp_path,
 ) -> None:
     with Journal(tmp_path / "log.jsonl") as journal:
         whole = _run(small_model, batch, one_device, start, tmp_path / "whole", journal)
