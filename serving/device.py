@@ -20,7 +20,6 @@ from k3jax.speculation.drafters import DSparkDrafter, Step
 from k3jax.speculation.step import SpeculativeState
 from k3jax.speculation.step import speculate as speculative_step
 from k3jax.step import Graph, last_hidden
-from pallas.mla import write_pages
 
 SETTINGS = tuple(field.name for field in dataclasses.fields(sampling.Sampling))
 SCALARS = 9
@@ -165,7 +164,7 @@ def prefill(
         boundary_slot=given.boundary_slot,
     )
     model = graph.merge(leaves)
-    state = clear_padding(copy_pages(state, given.copy_from, given.copy_to), rows, layout.tokens)
+    state = copy_pages(state, given.copy_from, given.copy_to)
     output = model(given.ids, rows, state.cache, trace=drafter is not None)
     cache = graph.place(output.cache)
     assert cache is not None
@@ -290,20 +289,6 @@ def copy_pages(state: DeviceState, source: Int32[Array, " R"], target: Int32[Arr
         return pool.at[place].set(pool[source], mode="drop")
 
     return _change_pools(state, copy)
-
-
-def clear_padding(state: DeviceState, rows: Rows, tokens: int) -> DeviceState:
-    """Zeros where the padding of a chunk looks: a NaN that another request has left there would reach real tokens.
-
-    Attention gives such positions the weight zero, and zero times NaN is NaN.
-    """
-    padding = ~rows.valid(tokens) & (rows.query_length > 0)[:, None]
-
-    def clear(pool: Array) -> Array:
-        zeros = jnp.zeros((*padding.shape, pool.shape[-1]), pool.dtype)
-        return write_pages(pool, zeros, rows.page_table, rows.length, padding)
-
-    return _change_pools(state, clear)
 
 
 def finite_slots(cache: K3Cache, slot: Int32[Array, "R N"]) -> Bool[Array, "R N"]:

@@ -62,7 +62,7 @@ def render(
       response_format: `json_object`, `json_schema` or `text`.
       **options: see `RenderOptions`.
 
-    Raises ValueError naming the message and the field.
+    Raises ValueError naming the message and the field, and TypeError for an unknown option.
     """
     segments = render_segments(messages, tools, thinking_effort, thinking, tool_choice, response_format, **options)
     return chat_segments.encode(tokenizer, segments)
@@ -78,6 +78,7 @@ def render_segments(
     **options: Unpack[RenderOptions],
 ) -> list[Segment]:
     """The prompt's segments, each to be encoded on its own; arguments as for `render`."""
+    _require_known(options)
     revision = _revision(options.get("revision", Revision.R2))
     conversation = turns(messages, options.get("images", ()))
     last = [conversation.pop()] if options.get("continue_final") and conversation else []
@@ -87,7 +88,7 @@ def render_segments(
     segments += chat_options.tool_choice_message(tool_choice)
     segments += chat_options.response_format_message(response_format, options.get("response_schema"))
     if options.get("continue_final"):
-        return segments + _unfinished(last[0] if last else None, thinking)
+        return segments + _unfinished(last[0] if last else None, thinking, revision)
     return segments + (_generation_prompt(thinking) if options.get("add_generation_prompt", True) else [])
 
 
@@ -95,13 +96,20 @@ def render_completion(
     tokenizer: Tokenizer, message: Message, thinking: bool = True, revision: Revision | str = Revision.R2
 ) -> list[int]:
     """Ids that the model should generate after the generation prompt to say the assistant's `message`."""
+    if message.get("role") != "assistant":
+        raise ValueError(f"messages[0].role is {message.get('role')!r}; a completion is the assistant's")
     [turn] = turns([message])
-    if turn.role != "assistant":
-        raise ValueError(f"messages[0].role is {turn.role!r}; a completion is the assistant's")
     body = _assistant_body(turn, thinking, _revision(revision))
     # The generation prompt already holds the opening tag of the first channel.
     opened = len(open_tag("think"))
     return chat_segments.encode(tokenizer, [*body[opened:], *close_tag("message"), chat_segments.END_OF_MESSAGE])
+
+
+def _require_known(options: Mapping[str, object]) -> None:
+    unknown = sorted(set(options) - set(RenderOptions.__annotations__))
+    if unknown:
+        known = ", ".join(RenderOptions.__annotations__)
+        raise TypeError(f"unknown option {', '.join(unknown)}; besides the named arguments expected {known}")
 
 
 def _revision(revision: Revision | str) -> Revision:
@@ -166,7 +174,7 @@ def _generation_prompt(thinking: bool) -> list[Segment]:
     return [*open_tag("message", ("role", "assistant")), *open_tag("think" if thinking else "response")]
 
 
-def _unfinished(turn: Turn | None, thinking: bool) -> list[Segment]:
+def _unfinished(turn: Turn | None, thinking: bool, revision: Revision) -> list[Segment]:
     if turn is None or turn.role != "assistant":
         place = "messages" if turn is None else turn.place
         raise ValueError(f"{place}: continue_final needs an assistant message at the end")
@@ -174,7 +182,7 @@ def _unfinished(turn: Turn | None, thinking: bool) -> list[Segment]:
         raise ValueError(f"{turn.place}.tool_calls: a message with tool calls is finished and cannot be continued")
     segments = open_tag("message", *_header(turn))
     if thinking and not turn.body:
-        return [*segments, *open_tag("think"), *text_body(turn.reasoning)]
+        return [*segments, *open_tag("think"), *_reasoning(turn, revision)]
     if thinking:
-        segments += element("think", body=text_body(turn.reasoning))
+        segments += element("think", body=_reasoning(turn, revision))
     return [*segments, *open_tag("response"), *turn.body]

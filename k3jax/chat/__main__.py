@@ -1,8 +1,9 @@
 """Shows what a conversation is to the model, and what an output is to its readers.
 
-FILE is JSON: a list of messages, or the body of a chat-completions request
-(messages, tools, tool_choice, response_format, thinking_effort, ...); what does
-not touch the prompt is ignored. `-` reads standard input.
+For render and count PATH is JSON: a list of messages, or the body of a
+chat-completions request (messages, tools, tool_choice, response_format,
+thinking_effort, ...). Its sampling and transport fields are ignored; an unknown
+field is an error. For parse PATH is a model's output. `-` reads standard input.
 
 Examples:
     python -m k3jax.chat render request.json
@@ -16,6 +17,7 @@ Exit codes: 0 done, 1 the input cannot be used, 2 wrong usage.
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +29,11 @@ from k3jax.chat import segments as chat_segments
 from k3jax.chat.segments import Segment
 from k3jax.tokenizer import Tokenizer
 
-Effort = Literal["low", "high", "max", "none"]
+Effort = Literal["file", "low", "high", "max", "none"]
+
+_CONTROL_STYLE, _TEXT_STYLES = "1;35", ("36", "33")  # bold magenta; cyan and yellow
+# A prompt may not steer the terminal: its control characters, but for line breaks, become Unicode's pictures of them.
+_SYMBOLS = {code: 0x2400 + code for code in range(0x20) if chr(code) != "\n"} | {0x7F: 0x2421}
 
 
 class UsageError(ValueError):
@@ -44,15 +50,15 @@ class Render:
     file: Path
     """JSON file of the conversation; - for standard input."""
     format: Literal["text", "ids", "segments"] = "text"
-    """Text to read, token ids as JSON, or segments (in colour on a terminal, else one JSON pair a line)."""
+    """Text to read, token ids as JSON, or segments (in colour, else one JSON pair [text, is control] a line)."""
     tokenizer: Path | None = None
     """Directory or file of the vocabulary; needed for ids."""
-    thinking_effort: Effort | None = None
-    """Overrides the file's thinking_effort; none for no effort message."""
+    thinking_effort: Effort = "file"
+    """The effort to ask for: the file's (max if it names none), or this one; none for no effort message."""
     no_thinking: bool = False
-    """Render without the think channel."""
+    """Render without the think channel and the effort message, whatever the file says."""
     color: Literal["auto", "always", "never"] = "auto"
-    """When to colour segments."""
+    """When to colour segments; auto: on a terminal. Control characters in colour are shown as symbols."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +72,10 @@ class Count:
     """JSON file of the conversation; - for standard input."""
     tokenizer: Path | None = None
     """Directory or file of the vocabulary; needed."""
-    thinking_effort: Effort | None = None
-    """Overrides the file's thinking_effort; none for no effort message."""
+    thinking_effort: Effort = "file"
+    """The effort to ask for: the file's (max if it names none), or this one; none for no effort message."""
     no_thinking: bool = False
-    """Render without the think channel."""
+    """Render without the think channel and the effort message, whatever the file says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Any = {Render: _render, Parse: _parse, Count: _count}[type(command)]
     try:
         run(command)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`); nothing may be flushed to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except UsageError as error:
         return _fail(error, 2)
     except (ValueError, OSError) as error:
@@ -163,27 +174,30 @@ def _ids_of(text: str) -> list[int] | None:
     """The ids that `text` lists, None when it is an output's text."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if isinstance(value, list) and value and all(isinstance(id_, int) for id_ in value):
         return value
     return None
 
 
+def _name(path: Path) -> str:
+    return "standard input" if str(path) == "-" else str(path)
+
+
 def _read(path: Path) -> str:
-    name = "standard input" if str(path) == "-" else str(path)
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{name} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}"
+            f"{_name(path)} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}"
         ) from error
 
 
 def _segments(command: Render | Count) -> list[Segment]:
     request = _request(command.file)
-    if command.thinking_effort is not None:
+    if command.thinking_effort != "file":
         request["thinking_effort"] = None if command.thinking_effort == "none" else command.thinking_effort
     if command.no_thinking:
         request["thinking"] = False
@@ -191,14 +205,19 @@ def _segments(command: Render | Count) -> list[Segment]:
 
 
 def _request(path: Path) -> dict[str, Any]:
+    name, text = _name(path), _read(path)
     try:
-        request = json.loads(_read(path))
+        request = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{name} is nested too deeply to be read") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{name} is not JSON: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be read as JSON: {error}") from error
     if isinstance(request, list):
         request = {"messages": request}
     if not isinstance(request, dict):
-        raise ValueError(f"{path} holds a {type(request).__name__}; expected a list of messages or a request object")
+        raise ValueError(f"{name} holds a {type(request).__name__}; expected a list of messages or a request object")
     return chat_request.render_arguments(request)
 
 
@@ -207,18 +226,16 @@ def _print_segments(segments: Sequence[Segment], color: str) -> None:
         for segment in segments:
             print(json.dumps([segment.text, segment.special], ensure_ascii=False))
         return
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(force_terminal=True, soft_wrap=True).print(Text.assemble(*_styled(segments)))
+    print("".join(_styled(segments)))
 
 
-def _styled(segments: Sequence[Segment]) -> Iterator[tuple[str, str]]:
+def _styled(segments: Sequence[Segment]) -> Iterator[str]:
     """Control tokens stand out; neighbouring texts alternate, so that their boundary shows."""
     ordinary = 0
     for segment in segments:
         ordinary += not segment.special
-        yield segment.text, "bold magenta" if segment.special else ("cyan", "yellow")[ordinary % 2]
+        style = _CONTROL_STYLE if segment.special else _TEXT_STYLES[ordinary % 2]
+        yield f"\x1b[{style}m{segment.text.translate(_SYMBOLS)}\x1b[0m"
 
 
 if __name__ == "__main__":

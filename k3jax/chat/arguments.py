@@ -12,7 +12,8 @@ from json.decoder import JSONDecodeError, JSONDecoder
 from k3jax.chat.segments import Segment, element, text_body
 
 _JSON_SPACE = " \t\n\r"
-_DECODER = JSONDecoder()
+# R2 keeps literals, so numbers are parsed for their type alone; `float` takes integers of any length.
+_DECODER = JSONDecoder(parse_int=float)
 
 
 class Revision(StrEnum):
@@ -26,7 +27,8 @@ def arguments_body(arguments: object, field: str, revision: Revision) -> list[Se
     """Argument elements of one call, or one raw JSON block when the string is no JSON object.
 
     `field` names the place in error messages. Raises ValueError for a type
-    that cannot be arguments and, under R1, for JSON that is not an object.
+    that cannot be arguments or is nested too deeply and, under R1, for JSON
+    that is not an object and for integers too long for Python.
     """
     if arguments is None or arguments == "":
         return []
@@ -51,8 +53,10 @@ def _from_string_r1(text: str, field: str) -> list[Segment]:
         return []
     try:
         value = json.loads(text)
-    except JSONDecodeError:
+    except (JSONDecodeError, RecursionError):
         return _raw_block(text)
+    except ValueError as error:
+        raise ValueError(f"{field} cannot be read under revision R1: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{field} is the JSON of {_kind(value)}; revision R1 takes only an object")
     return _from_mapping(value, field)
@@ -61,7 +65,7 @@ def _from_string_r1(text: str, field: str) -> list[Segment]:
 def _from_string_r2(text: str) -> list[Segment]:
     try:
         literals = split_object(text)
-    except JSONDecodeError:
+    except (JSONDecodeError, RecursionError):
         return _raw_block(text)
     segments: list[Segment] = []
     for key, (value, literal) in literals.items():
@@ -129,7 +133,7 @@ def _literal(value: object, field: str) -> str:
         return value
     try:
         return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{field} cannot be written as JSON: {error}") from error
 
 
@@ -142,4 +146,8 @@ def _raw_block(text: str) -> list[Segment]:
 
 
 def _kind(value: object) -> str:
-    return f"a {type(value).__name__} ({str(value)[:40]!r})"
+    try:
+        shown = str(value)
+    except (ValueError, RecursionError):  # an integer too long or a value too deep to show
+        shown = "..."
+    return f"a {type(value).__name__} ({shown[:40]!r})"

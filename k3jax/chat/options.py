@@ -104,5 +104,5 @@ def _schema(declared: object) -> object:
 def _json(value: object, field: str) -> str:
     try:
         return sorted_json(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{field} cannot be written as JSON: {error}") from error

@@ -3,7 +3,8 @@
 Servers spell the same wish in several ways. The renderer's own names, at the
 top or in `chat_template_kwargs`, win over the portable ones:
 `reasoning_effort` (`none` turns thinking off), `enable_thinking`, and
-Moonshot's `thinking` object.
+Moonshot's `thinking` object. A null field counts as absent, but a null
+`thinking_effort` (also spelled `none`) means no effort message.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ _RENDERER = (
     *("messages", "tools", "tool_choice", "response_format", "thinking_effort"),
     *("response_schema", "revision", "continue_final", "add_generation_prompt"),
 )
+_BOOLEANS = ("continue_final", "continue_final_message", "add_generation_prompt", "enable_thinking")
 _PORTABLE = ("thinking", "reasoning_effort", "enable_thinking", "chat_template_kwargs", "continue_final_message")
 # What a request may also hold that does not touch the prompt.
 _OTHER = (
@@ -39,20 +41,30 @@ def render_arguments(body: Mapping[str, object]) -> dict[str, object]:
         )
     if not isinstance(body.get("messages"), Sequence) or isinstance(body["messages"], str):
         raise ValueError("the request holds no messages; expected a list under 'messages'")
-    native = {**body, **_template_arguments(body)}
+    native = _given(body) | _given(_template_arguments(body))
+    for key in _BOOLEANS:
+        if not isinstance(native.get(key, False), bool):
+            raise ValueError(f"{key} is {native[key]!r}; expected true or false")
     arguments = {key: native[key] for key in _RENDERER if key in native}
     if "continue_final_message" in native:
-        arguments.setdefault("continue_final", bool(native["continue_final_message"]))
+        arguments.setdefault("continue_final", native["continue_final_message"])
     tools = native.get("tools")
     if isinstance(tools, Sequence):
         arguments["tools"] = [_without_nulls(tool) for tool in tools]
     return arguments | _thinking(native) | _effort(native)
 
 
+def _given(fields: Mapping[str, object]) -> dict[str, object]:
+    """Without null fields, which mean absent; only for `thinking_effort` null is a value."""
+    return {key: value for key, value in fields.items() if value is not None or key == "thinking_effort"}
+
+
 def _template_arguments(body: Mapping[str, object]) -> Mapping[str, object]:
     given = body.get("chat_template_kwargs") or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"chat_template_kwargs is a {type(given).__name__}; expected an object")
+    if "messages" in given:
+        raise ValueError("chat_template_kwargs holds 'messages'; expected them at the top of the request alone")
     unknown = sorted(set(given) - {*_RENDERER, "thinking", "enable_thinking", "preserve_thinking"})
     if unknown:
         raise ValueError(f"chat_template_kwargs has the unknown key {unknown[0]!r}")
@@ -66,7 +78,7 @@ def _thinking(native: Mapping[str, object]) -> dict[str, object]:
     if native.get("reasoning_effort") == "none":
         return {"thinking": False}
     if native.get("enable_thinking") is not None:
-        return {"thinking": bool(native["enable_thinking"])}
+        return {"thinking": native["enable_thinking"]}
     if thinking is None:
         return {}
     kind = thinking.get("type", "enabled") if isinstance(thinking, Mapping) else None
@@ -77,7 +89,8 @@ def _thinking(native: Mapping[str, object]) -> dict[str, object]:
 
 def _effort(native: Mapping[str, object]) -> dict[str, object]:
     if "thinking_effort" in native:
-        return {"thinking_effort": native["thinking_effort"]}
+        effort = native["thinking_effort"]
+        return {"thinking_effort": None if effort == "none" else effort}
     thinking = native.get("thinking")
     moonshot = thinking.get("effort") if isinstance(thinking, Mapping) else None
     name = "thinking.effort" if native.get("reasoning_effort") is None else "reasoning_effort"

@@ -48,14 +48,15 @@ class Mla(nnx.Module):
         up = (self.key_up[...], self.value_up[...])
         options = {"scale": self.scale, "implementation": self.implementation}
         if cache is None:
-            return mla.prefill(query, latent, *up, jnp.zeros_like(rows.length), **options), None
+            return mla.prefill(query, latent, *up, jnp.zeros_like(rows.length), rows.query_length, **options), None
         tokens = query.shape[1]
         pool = mla.write_pages(cache.latent, latent, rows.page_table, rows.length, rows.valid(tokens))
+        span = (rows.length, rows.length + rows.query_length)
         if tokens <= FEW_QUERIES:
-            output = mla.decode(query, pool, rows.page_table, *up, rows.length, **options)
+            output = mla.decode(query, pool, rows.page_table, *up, *span, **options)
         else:
             cached = mla.gather_pages(pool, rows.page_table).astype(query.dtype)
-            output = mla.prefill(query, cached, *up, rows.length, **options)
+            output = mla.prefill(query, cached, *up, *span, **options)
         return output, MlaCache(pool)
 
     def __call__(

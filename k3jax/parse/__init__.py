@@ -4,8 +4,10 @@
 both take token ids, where only real control tokens are markers, or text.
 """
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import SupportsIndex
 
 from k3jax.parse.calls import Delta, ToolCall
@@ -89,14 +91,22 @@ class StreamParser:
         self._machine = ChannelMachine(_PREFILLED[prefilled] if prefilled else Channel.OUTSIDE)
         self._finish_reason: str | None = None
 
-    def push(self, piece: SupportsIndex | Iterable[int] | str) -> list[Delta]:
-        """The deltas that a piece (an id, ids or text) completes."""
+    def push(self, piece: SupportsIndex | Iterable[SupportsIndex] | str) -> list[Delta]:
+        """The deltas that a piece (an id, ids or text) completes.
+
+        Raises TypeError for ids that are no integers, and ValueError for an id
+        out of range, for text after ids or ids after text, and after `finish`.
+        """
+        if self._finish_reason is not None:
+            raise ValueError("a piece was pushed after finish; expected a new StreamParser for each output")
         if isinstance(piece, str):
             return self._consume(self._text_lexer().push(piece))
-        return self._consume(self._id_lexer().push(piece if isinstance(piece, Iterable) else (int(piece),)))
+        return self._consume(self._id_lexer().push(_ids(piece)))
 
     def finish(self, finish_reason: str | None = None) -> list[Delta]:
-        """The last deltas; `finish_reason` is the engine's, if known."""
+        """The last deltas; `finish_reason` is the engine's, if known. A second call changes nothing."""
+        if self._finish_reason is not None:
+            return []
         deltas = self._consume(self._lexer.finish()) if self._lexer else []
         self._tags.finish()
         deltas += self._machine.finish()
@@ -149,6 +159,15 @@ class StreamParser:
         return "tool_calls" if engine == "stop" and called else engine
 
 
+def _ids(piece: object) -> list[int]:
+    try:
+        if isinstance(piece, SupportsIndex) and not isinstance(piece, Iterable):
+            return [index(piece)]
+        return [index(id_) for id_ in piece]  # type: ignore[attr-defined]
+    except TypeError:
+        raise TypeError(f"a piece is {reprlib.repr(piece)}; expected text, an integer token id or several") from None
+
+
 def fold(deltas: Iterable[Delta]) -> tuple[str, str, list[tuple[str, str]]]:
     """Reasoning, content and (name, arguments) of each call that the deltas spell, as a client sees them."""
     reasoning, content = "", ""
@@ -183,14 +202,24 @@ def open_channel(tokenizer: Tokenizer, prompt: Sequence[int]) -> str | None:
 
 
 def reasoning_ended(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-    """Whether the newest think tag of prompt and output is a close tag, so that a grammar may apply."""
-    name = tokenizer.encode("think")
+    """Whether the reasoning is over, so that a grammar may apply.
+
+    Args:
+      tokenizer: of the ids.
+      ids: the prompt and the output so far, as one sequence.
+
+    The newest of the tags that open or close a channel decides: an open think
+    tag says no; its close tag, and a response or tools tag (of a model that
+    skipped the close tag, or of a prompt without thinking), say yes.
+    """
     sep = tokenizer.control_id(control_tokens.SEP)
-    opened = [tokenizer.control_id(control_tokens.OPEN), *name, sep]
-    closed = [tokenizer.control_id(control_tokens.CLOSE), *name, sep]
-    for at in range(len(ids) - len(opened), -1, -1):
-        if ids[at] == opened[0] or ids[at] == closed[0]:
-            window = list(ids[at : at + len(opened)])
-            if window in (opened, closed):
-                return window == closed
+    opened, closed = tokenizer.control_id(control_tokens.OPEN), tokenizer.control_id(control_tokens.CLOSE)
+    names = {name: [*tokenizer.encode(name), sep] for name in ("think", "response", "tools")}
+    over = [([opened, *names["think"]], False), ([closed, *names["think"]], True)]
+    over += [([opened, *names[name]], True) for name in ("response", "tools")]
+    for at in range(len(ids) - 1, -1, -1):
+        if ids[at] == opened or ids[at] == closed:
+            for tag, answer in over:
+                if list(ids[at : at + len(tag)]) == tag:
+                    return answer
     return False

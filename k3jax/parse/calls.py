@@ -60,7 +60,7 @@ class _Call:
 
 
 # An open argument that was not closed ends at these, which no value holds.
-_ENDS_VALUE = {(True, "argument"), (True, "call"), (False, "call"), (False, "tools"), (False, "message")}
+_ENDS_VALUE = {(True, "argument"), (True, "call"), (False, "call"), (False, "tools")}
 
 
 class CallAssembler:
@@ -89,21 +89,27 @@ class CallAssembler:
 
     def tag(self, tag: Tag) -> tuple[list[Delta], bool]:
         """The deltas of a tag, and whether it was part of the tools channel."""
+        if not tag.opens and tag.name == "message":
+            return self.end(), False
         if self._value is not None:
             if not tag.opens and tag.name in ("", self._value.element):
                 return self._end_value(), True
             if (tag.opens, tag.name) not in _ENDS_VALUE:
                 return self.text(tag.raw), True
             deltas = self._end_value()
-            # The message may not end inside a value; that is a call which was cut off.
-            more, taken = (self._end_call(complete=False), False) if tag.name == "message" else self._inside_call(tag)
+            more, taken = self._inside_call(tag)
             return deltas + more, taken
         if self._open:
             return self._inside_call(tag)
         return (self._begin_call(tag), True) if tag.opens and tag.name == "call" else ([], False)
 
+    def end(self) -> list[Delta]:
+        """Ends the call where the model ended its message; inside a value the call counts as cut off."""
+        inside = self._value is not None
+        return self._end_value() + self._end_call(complete=not inside)
+
     def finish(self) -> list[Delta]:
-        """Ends an unfinished call: a string is closed, the part of another value dropped."""
+        """Ends a call where the output was cut off: a string is closed, the part of another value dropped."""
         deltas: list[Delta] = []
         if self._value is not None:
             if self._value.streams:
@@ -185,8 +191,9 @@ def _escaped(text: str) -> str:
 def _json_literal(text: str) -> str:
     """A value's own spelling if it is JSON, else the text as a JSON string."""
     try:
-        json.loads(text, parse_constant=_not_json)
-    except ValueError:
+        # Only whether it parses counts: `float` takes integers of any length, which `int` refuses.
+        json.loads(text, parse_int=float, parse_constant=_not_json)
+    except (ValueError, RecursionError):  # also JSON too deep for the decoder: readers could not load it either
         return json.dumps(text, ensure_ascii=False)
     return text
 

@@ -8,7 +8,7 @@ inside the think channel, or stop anywhere.
 from enum import Enum
 
 from k3jax.parse.calls import CallAssembler, Delta
-from k3jax.parse.tags import LONGEST_BLANK, Item, Tag
+from k3jax.parse.tags import LONGEST_BLANK, Item, Loose, Tag
 from k3jax.tokenizer import control as control_tokens
 
 # Models sometimes open the channel again that the prompt has opened, and may spell it in ordinary tokens.
@@ -47,7 +47,7 @@ class ChannelMachine:
             return self._text(item)
         if item is None:
             return self._end()
-        return self._tag(item)
+        return self._loose(item) if isinstance(item, Loose) else self._tag(item)
 
     def finish(self) -> list[Delta]:
         """What is known only at the end of the output."""
@@ -65,6 +65,11 @@ class ChannelMachine:
             return []
         return self._emit_reasoning(text) if self._head is None else self._begin_reasoning(self._head + text)
 
+    def _loose(self, item: Loose) -> list[Delta]:
+        """An argument keeps every token that the model wrote; elsewhere a control token is nothing to read."""
+        text = item.raw if self.channel is Channel.TOOLS else item.shown
+        return self._text(text) if text else []
+
     def _tag(self, tag: Tag) -> list[Delta]:
         deltas: list[Delta] = []
         if self.channel is Channel.TOOLS:
@@ -78,15 +83,20 @@ class ChannelMachine:
             return self._open_think()
         if tag.name == "message":
             return []
-        if tag.name not in ("response", "tools"):
-            return self._text(tag.raw)
-        deltas = self._flush_head()
         if tag.name == "tools":
-            deltas += self._flush_stray()
-            self.channel = Channel.TOOLS
-        else:
-            self._stray, self._answered = [], True
-            self.channel = Channel.RESPONSE
+            return self._open_tools()
+        if tag.name == "call" and tag.attributes.get("tool"):
+            return self._open_tools() + self.calls.tag(tag)[0]  # the model skipped the tools tag
+        if tag.name != "response":
+            return self._text(tag.shown) if tag.shown else []
+        self._stray, self._answered = [], True
+        deltas = self._flush_head()
+        self.channel = Channel.RESPONSE
+        return deltas
+
+    def _open_tools(self) -> list[Delta]:
+        deltas = self._flush_head() + self._flush_stray()
+        self.channel = Channel.TOOLS
         return deltas
 
     def _begin_reasoning(self, head: str) -> list[Delta]:
@@ -135,7 +145,7 @@ class ChannelMachine:
         return deltas + self._end()
 
     def _end(self) -> list[Delta]:
-        deltas = self.finish()
+        deltas = self._flush_head() + self.calls.end() + self._flush_stray()
         self.channel, self.closed = Channel.DONE, True
         return deltas
 

@@ -1,8 +1,9 @@
-"""Model output as events: text, the four markers and the end.
+"""Model output as events: text, the four markers and other control tokens.
 
 Two lexers make the same events. From ids only real control tokens are
 markers, and a marker spelled in ordinary tokens is text; from a string, where
-the two look alike, every complete spelling is a marker.
+the two look alike, every complete spelling is a marker, and other control
+tokens are text.
 """
 
 import codecs
@@ -23,13 +24,21 @@ class Kind(Enum):
     CLOSE = "close"
     SEP = "sep"
     END = "end"
+    CONTROL = "control"
 
 
 class Event(NamedTuple):
-    """One event; `text` is the text or the marker's spelling."""
+    """One event.
+
+    Attributes:
+      kind: text, a marker, or another control token.
+      text: the text or the marker's spelling.
+      shown: what a reader sees of it where it is no markup: nothing of a control token.
+    """
 
     kind: Kind
     text: str
+    shown: str
 
 
 MARKERS = {
@@ -46,8 +55,9 @@ class IdLexer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        self._events = {tokenizer.control_id(name): Event(kind, name) for name, kind in MARKERS.items()}
-        self._events |= {id_: Event(Kind.END, tokenizer.control[id_]) for id_ in tokenizer.eos_ids}
+        self._events = {id_: Event(Kind.CONTROL, name, "") for id_, name in tokenizer.control.items()}
+        self._events |= {tokenizer.control_id(name): Event(kind, name, "") for name, kind in MARKERS.items()}
+        self._events |= {id_: Event(Kind.END, tokenizer.control[id_], "") for id_ in tokenizer.eos_ids}
 
     def push(self, ids: Iterable[int]) -> list[Event]:
         """Events that `ids` complete. Raises ValueError for an id out of range."""
@@ -73,7 +83,11 @@ class IdLexer:
     def _add_text(self, events: list[Event], run: list[bytes], final: bool) -> None:
         text = self._decode(b"".join(run), final)
         if text:
-            events.append(Event(Kind.TEXT, text))
+            events.append(_text(text))
+
+
+def _text(text: str) -> Event:
+    return Event(Kind.TEXT, text, text)
 
 
 class TextLexer:
@@ -92,19 +106,19 @@ class TextLexer:
         at = 0
         for match in self._marker.finditer(text):
             if match.start() > at:
-                events.append(Event(Kind.TEXT, text[at : match.start()]))
-            events.append(Event(MARKERS[match.group()], match.group()))
+                events.append(_text(text[at : match.start()]))
+            events.append(Event(MARKERS[match.group()], match.group(), match.group()))
             at = match.end()
         keep = self._partial(text, at)
         self._held = text[keep:]
         if keep > at:
-            events.append(Event(Kind.TEXT, text[at:keep]))
+            events.append(_text(text[at:keep]))
         return events
 
     def finish(self) -> list[Event]:
         """A marker that was begun and not finished: ordinary text."""
         text, self._held = self._held, ""
-        return [Event(Kind.TEXT, text)] if text else []
+        return [_text(text)] if text else []
 
     def _partial(self, text: str, at: int) -> int:
         start = text.rfind("<", max(at, len(text) - self._longest + 1))

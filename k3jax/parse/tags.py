@@ -12,21 +12,39 @@ from k3jax.parse.lexer import Event, Kind
 CHANNELS = ("think", "response", "tools")
 _WITH_ATTRIBUTES = ("message", "call", "argument", "json")
 _NAMES = CHANNELS + _WITH_ATTRIBUTES
-_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+# The look-behind keeps a long word without a quote linear: it is tried from its first letter alone.
+_ATTRIBUTE = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
 LONGEST_BLANK = 64  # more blanks than this are text: what is held back stays short
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """A tag; `raw` is its spelling. A close tag's name may be empty: it closes whatever is open."""
+    """A tag. A close tag's name may be empty: it closes whatever is open.
+
+    Attributes:
+      opens: whether it is an open tag.
+      name: the element's.
+      raw: its spelling, for the inside of an argument.
+      shown: what a reader sees of it where it means nothing.
+      attributes: unescaped, by key.
+    """
 
     opens: bool
     name: str
     raw: str
+    shown: str
     attributes: dict[str, str] = field(default_factory=dict)
 
 
-Item = str | Tag | None  # text, a tag, or the end of the message
+@dataclass(frozen=True, slots=True)
+class Loose:
+    """Markers and control tokens that make no tag; `raw` and `shown` as for `Tag`."""
+
+    raw: str
+    shown: str
+
+
+Item = str | Tag | Loose | None  # text, a tag, no tag, or the end of the message
 
 
 class TagAssembler:
@@ -41,8 +59,10 @@ class TagAssembler:
         """The items that `event` completes."""
         if self._marker is not None:
             return self._inside(self._marker, event)
-        if event.kind is Kind.TEXT or event.kind is Kind.SEP:
+        if event.kind is Kind.TEXT:
             return [event.text]
+        if event.kind is Kind.SEP or event.kind is Kind.CONTROL:
+            return [Loose(event.text, event.shown)]
         if event.kind is Kind.END:
             return [None]
         self._marker = event
@@ -56,10 +76,12 @@ class TagAssembler:
         if event.kind is Kind.TEXT:
             self._header.append(event.text)
             return [] if self._collecting else self._decide(marker)
+        if event.kind is Kind.CONTROL and self._collecting:
+            return []  # no attribute holds a control token
         header = self._reset()
         if event.kind is Kind.SEP:
-            return [_tag_or_text(marker, header, event.text)]
-        return [_tag_or_text(marker, header, ""), *self.push(event)]
+            return [_tag_or_loose(marker, header, event)]
+        return [_tag_or_loose(marker, header), *self.push(event)]
 
     def _reset(self) -> str:
         header = "".join(self._header)
@@ -83,20 +105,22 @@ class TagAssembler:
             if not rest.strip() and len(rest) <= LONGEST_BLANK:
                 return []
             self._reset()
-            return [Tag(marker.kind is Kind.OPEN, name, marker.text + header[: -len(rest)]), rest]
+            header = header[: -len(rest)]
+            return [Tag(marker.kind is Kind.OPEN, name, marker.text + header, marker.shown + header), rest]
         self._reset()
-        return [marker.text + header]
+        return [Loose(marker.text + header, marker.shown + header)]
 
 
-def _tag_or_text(marker: Event, header: str, separator: str) -> Item:
-    raw = marker.text + header + separator
+def _tag_or_loose(marker: Event, header: str, separator: Event | None = None) -> Tag | Loose:
+    raw = marker.text + header + (separator.text if separator else "")
+    shown = marker.shown + header + (separator.shown if separator else "")
     bare = header.strip()
     if marker.kind is Kind.CLOSE:
-        return Tag(False, bare, raw) if bare in _NAMES or not bare else raw
+        return Tag(False, bare, raw, shown) if bare in _NAMES or not bare else Loose(raw, shown)
     name = bare.split(maxsplit=1)[0] if bare else ""
     if name in _WITH_ATTRIBUTES or bare in CHANNELS:
-        return Tag(True, name, raw, {key: unescape(value) for key, value in _ATTRIBUTE.findall(header)})
-    return raw
+        return Tag(True, name, raw, shown, {key: unescape(value) for key, value in _ATTRIBUTE.findall(header)})
+    return Loose(raw, shown)
 
 
 def unescape(value: str) -> str:

@@ -23,15 +23,17 @@ def prefill(
     key_up: Float[Array, "H K R"],
     value_up: Float[Array, "H V R"],
     start: Int32[Array, " B"],
+    length: Int32[Array, " B"],
     *,
     scale: float,
     implementation: Implementation = None,
 ) -> Float[Array, "B T H V"]:
     """Causal attention in expanded form; query `t` of row `b` sees latents 0 .. start[b] + t.
 
-    Latents beyond that position may hold anything, NaN included. Softmax in float32.
+    Latents from row length[b] on may hold anything, NaN included; queries that stand there are padding.
+    Softmax in float32.
     """
-    return select(implementation, xla=xla.prefill)(query, latents, key_up, value_up, start, scale=scale)
+    return select(implementation, xla=xla.prefill)(query, latents, key_up, value_up, start, length, scale=scale)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "implementation"))
@@ -42,12 +44,14 @@ def decode(
     key_up: Float[Array, "H K R"],
     value_up: Float[Array, "H V R"],
     start: Int32[Array, " B"],
+    length: Int32[Array, " B"],
     *,
     scale: float,
     implementation: Implementation = None,
 ) -> Float[Array, "B W H V"]:
     """Causal attention in absorbed form for a few queries per row over paged latents.
 
-    Query `w` of row `b` sits at position start[b] + w, whose latent is already in the pool.
+    Query `w` of row `b` sits at position start[b] + w, whose latent is already in the pool. Rows from
+    length[b] on may hold anything.
     """
-    return select(implementation, xla=xla.decode)(query, pool, page_table, key_up, value_up, start, scale=scale)
+    return select(implementation, xla=xla.decode)(query, pool, page_table, key_up, value_up, start, length, scale=scale)

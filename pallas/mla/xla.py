@@ -13,9 +13,10 @@ def _visible(queries: int, keys: int, start: Int32[Array, " B"]) -> Bool[Array, 
     return jnp.arange(keys, dtype=jnp.int32)[None, None, :] <= position[:, :, None]
 
 
-def _clean(latents: Float[Array, "B S L"], visible: Bool[Array, "B T S"]) -> Float[Array, "B S L"]:
-    """Zeros where no query looks: a stale NaN would survive a softmax weight of zero."""
-    return jnp.where(visible[:, -1, :, None], latents, jnp.zeros((), latents.dtype))
+def _clean(latents: Float[Array, "B S L"], length: Int32[Array, " B"]) -> Float[Array, "B S L"]:
+    """Zeros beyond each row's tokens: a stale NaN would survive a softmax weight of zero."""
+    stored = jnp.arange(latents.shape[1], dtype=jnp.int32)[None] < length[:, None]
+    return jnp.where(stored[..., None], latents, jnp.zeros((), latents.dtype))
 
 
 def _softmax(scores: Float[Array, "B H T S"], visible: Bool[Array, "B T S"], scale: float) -> Float[Array, "B H T S"]:
@@ -28,13 +29,14 @@ def prefill(
     key_up: Float[Array, "H K R"],
     value_up: Float[Array, "H V R"],
     start: Int32[Array, " B"],
+    length: Int32[Array, " B"],
     *,
     scale: float,
 ) -> Float[Array, "B T H V"]:
     """See `pallas.mla.prefill`."""
     own, rank = key_up.shape[1:]
     visible = _visible(query.shape[1], latents.shape[1], start)
-    latents = _clean(latents, visible)
+    latents = _clean(latents, length)
     compressed, shared = latents[..., :rank], latents[..., rank:]
     key = einsum("bsr,hkr->bshk", compressed, key_up)
     value = einsum("bsr,hvr->bshv", compressed, value_up)
@@ -51,6 +53,7 @@ def decode(
     key_up: Float[Array, "H K R"],
     value_up: Float[Array, "H V R"],
     start: Int32[Array, " B"],
+    length: Int32[Array, " B"],
     *,
     scale: float,
 ) -> Float[Array, "B W H V"]:
@@ -58,7 +61,7 @@ def decode(
     own, rank = key_up.shape[1:]
     latents = pages.gather(pool, page_table).astype(query.dtype)
     visible = _visible(query.shape[1], latents.shape[1], start)
-    latents = _clean(latents, visible)
+    latents = _clean(latents, length)
     absorbed = einsum("bwhk,hkr->bwhr", query[..., :own], key_up)
     full = jnp.concatenate([absorbed, query[..., own:]], axis=-1)
     scores = einsum("bwhl,bsl->bhws", full, latents, out=jnp.dtype(jnp.float32))

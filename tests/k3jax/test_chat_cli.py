@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,9 +47,23 @@ def test_colours_mark_control_tokens(request_file: Path, capsys: pytest.CaptureF
     assert "Hi 漢字 <|sep|>\x1b[0m" in coloured
 
 
+def test_a_prompt_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = "a\x1b[31m\tb\x00\r\x07\x7f [bold]漢 :smile:\n" + "w" * 300 + "   \n end "
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps([{"role": "user", "content": content}]))
+    assert main(["render", str(path), "--format", "segments", "--color", "always", "--thinking-effort", "none"]) == 0
+    coloured = out(capsys)
+    shown = "a␛[31m␉b␀␍␇␡ [bold]漢 :smile:\n" + "w" * 300 + "   \n end "
+    assert shown in coloured
+    plain = re.sub(r"\x1b\[(0|1;35|36|33)m", "", coloured)
+    segments = chat.render_segments([{"role": "user", "content": shown}], thinking_effort=None)
+    assert plain == "".join(segment.text for segment in segments) + "\n"
+
+
 def test_flags_override_the_file(request_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, options in (
         (["--thinking-effort", "none"], {"thinking_effort": None}),
+        (["--thinking-effort", "file"], {"thinking_effort": "low"}),
         (["--thinking-effort", "high"], {"thinking_effort": "high"}),
         (["--no-thinking"], {"thinking": False}),
     ):
@@ -91,6 +106,10 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
     assert main(["render", "-"]) == 1
     assert capsys.readouterr().err == "error: standard input is not UTF-8: byte 0xff at offset 0\n"
+    for data, problem in ((b"{", "is not JSON: "), (b"5", "holds a int"), (b"[" * 100_000, "is nested too deeply")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+        assert main(["render", "-"]) == 1
+        assert capsys.readouterr().err.startswith(f"error: standard input {problem}")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +155,23 @@ def test_the_program_runs_as_a_module(request_file: Path) -> None:
     shown = run("--help")
     assert shown.returncode == 0
     assert "Examples:" in shown.stdout
+    assert "{file,low,high,max,none}" in run("render", "--help").stdout
     rendered = run("render", str(request_file))
     assert (rendered.returncode, rendered.stderr) == (0, "")
     assert rendered.stdout.startswith('<|open|>message role="system" type="thinking-effort"<|sep|>')
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps([{"role": "user", "content": "line\n" * 100_000}]))
+    command = [sys.executable, "-W", "error", "-m", "k3jax.chat", "render", str(path)]
+    program = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(chat.__file__).parents[2]
+    )
+    assert program.stdout is not None
+    program.stdout.read(10)
+    program.stdout.close()
+    assert program.stderr is not None
+    assert program.stderr.read() == b""
+    program.stderr.close()
+    assert program.wait(timeout=60) == 0

@@ -1,6 +1,8 @@
 """The published outputs: what each parses to, from text and from ids, whole and a token at a time."""
 
 import json
+import re
+import time
 
 import pytest
 
@@ -186,6 +188,78 @@ OUTPUTS: dict[str, tuple[str, bool, str | None, str | None, tuple[ToolCall, ...]
         "length",
     ),
     "separator in text": ("a {S} b", False, None, "a {S} b", (), "length"),
+    "message ends in a number": (
+        '{C}think{S}{O}tools{S}{O}call tool="f"{S}{O}argument key="a" type="number"{S}1{E}',
+        True,
+        "",
+        None,
+        (ToolCall("f", '{"a":1}', complete=False),),
+        "stop",
+    ),
+    "message close in a number": (
+        '{C}think{S}{O}tools{S}{O}call tool="f"{S}{O}argument key="a" type="number"{S}1{C}message{S}{E}',
+        True,
+        "",
+        None,
+        (ToolCall("f", '{"a":1}', complete=False),),
+        "stop",
+    ),
+    "message ends in a call": (
+        '{C}think{S}{O}tools{S}{O}call tool="calc"{S}' + argument("x", "number", "1") + "{E}",
+        True,
+        "",
+        None,
+        CALC,
+        "tool_calls",
+    ),
+    "message close in a call": (
+        '{C}think{S}{O}tools{S}{O}call tool="calc"{S}' + argument("x", "number", "1") + END,
+        True,
+        "",
+        None,
+        CALC,
+        "tool_calls",
+    ),
+    "cut off in a call": (
+        '{C}think{S}{O}tools{S}{O}call tool="calc"{S}' + argument("x", "number", "1"),
+        True,
+        "",
+        None,
+        (ToolCall("calc", '{"x":1}', complete=False),),
+        "length",
+    ),
+    "tools tag missing after reasoning": (
+        "why{C}think{S}" + call("calc", argument("x", "number", "1")) + END,
+        True,
+        "why",
+        None,
+        CALC,
+        "tool_calls",
+    ),
+    "tools tag missing after the answer": (
+        "b{C}response{S}" + call("calc", argument("x", "number", "1")) + call("g") + "{C}tools{S}" + END,
+        False,
+        None,
+        "b",
+        (*CALC, ToolCall("g", "{}")),
+        "tool_calls",
+    ),
+    "tools tag missing in reasoning": (
+        "why" + call("calc", argument("x", "number", "1")) + END,
+        True,
+        "why",
+        None,
+        CALC,
+        "tool_calls",
+    ),
+    "call without a name outside tools": (
+        'a{O}call index="1"{S}b',
+        False,
+        None,
+        'a{O}call index="1"{S}b',
+        (),
+        "length",
+    ),
     "type missing": (
         "{C}think{S}" + tools(call("f", argument("x", None, "1"))) + END,
         True,
@@ -238,8 +312,10 @@ OUTPUTS: dict[str, tuple[str, bool, str | None, str | None, tuple[ToolCall, ...]
 }
 
 
-def expected(name: str) -> Message:
+def expected(name: str, ids: bool = False) -> Message:
     _, _, reasoning, content, calls, finish_reason = OUTPUTS[name]
+    if ids:  # a marker that is a control token and makes no tag is nothing to read
+        reasoning, content = (part and re.sub(r"\{[OCSE]\}", "", part) for part in (reasoning, content))
     calls = tuple(ToolCall(call.name, spelled(call.arguments), call.complete) for call in calls)
     reasoning, content = (part and spelled(part) for part in (reasoning, content))
     return Message(reasoning, content, calls, finish_reason)
@@ -255,7 +331,7 @@ def test_from_text(name: str) -> None:
 def test_from_ids(small: Tokenizer, name: str) -> None:
     output, thinking = OUTPUTS[name][:2]
     ids = small.encode(spelled(output), allow_special=True)
-    assert parse.parse(small, ids, thinking=thinking) == expected(name)
+    assert parse.parse(small, ids, thinking=thinking) == expected(name, ids=True)
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -273,7 +349,7 @@ def test_every_split_of_the_text(name: str) -> None:
 def test_every_split_of_the_ids(small: Tokenizer, name: str) -> None:
     output, thinking = OUTPUTS[name][:2]
     ids = small.encode(spelled(output), allow_special=True)
-    message = expected(name)
+    message = expected(name, ids=True)
     for first in range(0, len(ids) + 1, 3):
         assert_stream([ids[:first], ids[first:]], thinking, message, small)
     assert_stream(ids, thinking, message, small)
@@ -341,6 +417,16 @@ def test_p20_reasoning_has_ended_when_the_close_is_newer(released: Tokenizer) ->
     assert not parse.reasoning_ended(released, [*opened, 5, *closed, 163586, *opened, 7])
     assert parse.reasoning_ended(released, [*opened, 5, *closed, 163586, *opened, 7, *closed])
     assert parse.reasoning_ended(released, [*closed, 163587, 12092, 163589])
+
+
+def test_reasoning_has_ended_at_an_answer_or_call_without_a_think_close(small: Tokenizer) -> None:
+    messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+    prompt = chat.render(small, messages)
+    assert not parse.reasoning_ended(small, prompt)
+    for name in ("response", "tools"):
+        assert parse.reasoning_ended(small, [*prompt, *small.encode(f"why<|open|>{name}<|sep|>", allow_special=True)])
+        assert not parse.reasoning_ended(small, [*prompt, *small.encode(f"why<|open|>{name}<|sep|>")])
+    assert parse.reasoning_ended(small, chat.render(small, messages, thinking=False))
 
 
 @pytest.mark.parametrize(
@@ -429,3 +515,70 @@ def test_wrong_use_is_named(small: Tokenizer) -> None:
         parser.push("x")
     with pytest.raises(ValueError, match="out of range"):
         parser.push([700])
+    for piece in (iter([1.5]), iter(["a"]), iter([None])):  # iterators: the tests' type checks look into lists
+        with pytest.raises(TypeError, match="expected text, an integer token id or several"):
+            parser.push(piece)
+
+
+def test_an_output_is_finished_once() -> None:
+    parser = StreamParser(None, thinking=False)
+    parser.push("a<|clo")
+    assert parser.finish("abort") == [Delta("content", "<|clo")]
+    assert parser.finish("stop") == []
+    assert parser.message == Message(None, "a<|clo", (), "abort")
+    with pytest.raises(ValueError, match="pushed after finish"):
+        parser.push("b")
+
+
+CONTROL_TOKENS = ["<|media_pad|>", "[start_header_id]", "[PAD]", "[BOS]", "<|sep|>", "<|open|>", "<|close|>"]
+
+
+@pytest.mark.parametrize("name", CONTROL_TOKENS)
+def test_loose_control_tokens_show_in_arguments_alone(small: Tokenizer, name: str) -> None:
+    loose = [small.control_id(name)]
+
+    def ids(text: str) -> list[int]:
+        return small.encode(spelled(text), allow_special=True)
+
+    # Blanks end a marker that might begin a tag; names of controls are inert in ids.
+    head = ids("w") + loose + ids("hy{C}think{S}{O}response{S}b") + loose + ids("!{C}response{S}")
+    value = ids('{O}tools{S}{O}call tool="f"{S}{O}argument key="a" type="string"{S}x') + loose
+    output = head + value + ids("!{C}argument{S}{C}call{S}{C}tools{S}" + END)
+    message = Message(
+        "why", "b!", (ToolCall("f", json.dumps({"a": f"x{name}!"}, separators=(",", ":"))),), "tool_calls"
+    )
+    assert_stream([output], True, message, small)
+    assert_stream(output, True, message, small)
+
+
+def test_a_control_token_ends_a_tag_and_no_attribute_holds_one(small: Tokenizer) -> None:
+    pad = "<|media_pad|>"
+    text = f'a{{C}}think{pad}{{O}}tools{pad}{{O}}call tool="f{pad}"{{S}}{{C}}call{pad}' + END
+    ids = small.encode(spelled(text), allow_special=True)
+    assert_stream(ids, True, Message("a", None, (ToolCall("f", "{}"),), "tool_calls"), small)
+
+
+@pytest.mark.parametrize("depth", [5_000, 200_000])
+def test_deep_json_stays_a_string(small: Tokenizer, depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    output = spelled("{C}think{S}" + tools(call("f", argument("a", "array", deep), argument("b", "number", "1"))) + END)
+    for tokenizer, pieces in ((None, [output]), (small, [small.encode(output, allow_special=True)])):
+        assert_stream(
+            pieces, True, Message("", None, (ToolCall("f", f'{{"a":"{deep}","b":1}}'),), "tool_calls"), tokenizer
+        )
+
+
+def test_a_long_integer_keeps_its_digits() -> None:
+    digits = "9" * 5_000
+    output = spelled("{C}think{S}" + tools(call("f", argument("a", "number", digits))) + END)
+    assert parse.parse(None, output).tool_calls == (ToolCall("f", f'{{"a":{digits}}}'),)
+
+
+def test_a_long_call_header_is_linear() -> None:
+    seconds = []
+    for length in (20_000, 200_000):
+        output = spelled('{C}think{S}{O}tools{S}{O}call tool="f" ' + "a" * length + "{S}{C}call{S}" + END)
+        start = time.process_time()
+        assert parse.parse(None, output).tool_calls == (ToolCall("f", "{}"),)
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 1.0, f"{seconds} s; ten times the length may cost about ten times the time"

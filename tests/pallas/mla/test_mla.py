@@ -61,7 +61,8 @@ def relative(actual, expected):
 def test_expanded(function, queries, start):
     arguments = draw(2, queries, 32)
     start = np.asarray(start, np.int32)
-    actual = function(*map(jnp.asarray, (*arguments, start)), scale=SCALE)
+    length = () if function is reference.attend else (start + queries,)
+    actual = function(*map(jnp.asarray, (*arguments, start, *length)), scale=SCALE)
     assert relative(actual, definition(*arguments, start)) < 2e-6
 
 
@@ -71,27 +72,32 @@ def test_absorbed_over_pages_equals_expanded(queries, start):
     query, latents, key_up, value_up = draw(2, queries, 32)
     pool, table = paged(latents)
     start = np.asarray(start, np.int32)
-    absorbed = mla.decode(query, pool, table, key_up, value_up, start, scale=SCALE)
+    absorbed = mla.decode(query, pool, table, key_up, value_up, start, start + np.int32(queries), scale=SCALE)
     assert relative(absorbed, definition(query, latents, key_up, value_up, start)) < 2e-6
 
 
-def test_stale_rows_are_never_seen():
-    """NaN behind the last visible position must not reach the output through a weight of zero."""
-    query, latents, key_up, value_up = draw(1, 2, 32)
-    start = np.asarray([9], np.int32)
-    expected = definition(query, latents, key_up, value_up, start)
+@pytest.mark.parametrize("queries", [2, 20])
+def test_stale_rows_are_never_seen(queries):
+    """NaN behind a row's tokens must not reach them through a weight of zero, under padding queries neither."""
+    query, latents, key_up, value_up = draw(1, queries, 40)
+    start, length = np.asarray([9], np.int32), np.asarray([11], np.int32)
+    expected = definition(query[:, :2], latents, key_up, value_up, start)
     latents[:, 11:] = np.nan
-    assert relative(mla.prefill(query, latents, key_up, value_up, start, scale=SCALE), expected) < 2e-6
+    actual = mla.prefill(query, latents, key_up, value_up, start, length, scale=SCALE)
+    assert relative(actual[:, :2], expected) < 2e-6
     pool, table = paged(latents)
-    assert relative(mla.decode(query, pool, table, key_up, value_up, start, scale=SCALE), expected) < 2e-6
+    actual = mla.decode(query, pool, table, key_up, value_up, start, length, scale=SCALE)
+    assert relative(actual[:, :2], expected) < 2e-6
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
     query, latents, key_up, value_up = draw(3, 1, 32)
     pool, table = paged(latents)
     start = np.asarray([30, 4, 17], np.int32)
-    alone = mla.decode(query, pool, table, key_up, value_up, start, scale=SCALE)
-    other = mla.decode(query, pool, table, key_up, value_up, np.asarray([30, 31, 0], np.int32), scale=SCALE)
+    one = np.int32(1)
+    alone = mla.decode(query, pool, table, key_up, value_up, start, start + one, scale=SCALE)
+    moved = np.asarray([30, 31, 0], np.int32)
+    other = mla.decode(query, pool, table, key_up, value_up, moved, moved + one, scale=SCALE)
     np.testing.assert_array_equal(alone[0], other[0])
 
 
