@@ -159,11 +159,11 @@ class StreamParser:
         return "tool_calls" if engine == "stop" and called else engine
 
 
-def _ids(piece: object) -> list[int]:
+def _ids(piece: SupportsIndex | Iterable[SupportsIndex]) -> list[int]:
+    if isinstance(piece, int):  # most pieces are one id
+        return [piece]
     try:
-        if isinstance(piece, SupportsIndex) and not isinstance(piece, Iterable):
-            return [index(piece)]
-        return [index(id_) for id_ in piece]  # type: ignore[attr-defined]
+        return [index(id_) for id_ in piece] if isinstance(piece, Iterable) else [index(piece)]
     except TypeError:
         raise TypeError(f"a piece is {reprlib.repr(piece)}; expected text, an integer token id or several") from None
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 
 import pytest
 
@@ -258,6 +257,51 @@ OUTPUTS: dict[str, tuple[str, bool, str | None, str | None, tuple[ToolCall, ...]
         None,
         'a{O}call index="1"{S}b',
         (),
+        "length",
+    ),
+    # Inputs and results that smg publishes for its own parser.
+    "smg: message tags around the answer": (
+        "r{C}think{S}{O}message{S}answer{C}message{S}",
+        True,
+        "r",
+        "answer",
+        (),
+        "stop",
+    ),
+    "smg: forced call without a think close": (
+        tools(call("get_weather")) + "{C}message{S}",
+        True,
+        "",
+        None,
+        (ToolCall("get_weather", "{}"),),
+        "tool_calls",
+    ),
+    "smg: forced call after a think close": (
+        "{C}think{S}" + tools(call("get_weather", argument("city", "string", "SF"))),
+        True,
+        "",
+        None,
+        (ToolCall("get_weather", '{"city":"SF"}'),),
+        "length",
+    ),
+    "smg: call without thinking": (
+        "{C}response{S}" + tools(call("get_weather")),
+        False,
+        None,
+        None,
+        (ToolCall("get_weather", "{}"),),
+        "length",
+    ),
+    "smg: indices repeat": (
+        tools(
+            call("first", argument("a", "number", "1"), index=' index="7"'),
+            call("second", argument("b", "number", "2"), index=' index="7"'),
+            call("third", argument("c", "number", "3"), index=' index="3"'),
+        ),
+        True,
+        "",
+        None,
+        (ToolCall("first", '{"a":1}'), ToolCall("second", '{"b":2}'), ToolCall("third", '{"c":3}')),
         "length",
     ),
     "type missing": (
@@ -518,67 +562,3 @@ def test_wrong_use_is_named(small: Tokenizer) -> None:
     for piece in (iter([1.5]), iter(["a"]), iter([None])):  # iterators: the tests' type checks look into lists
         with pytest.raises(TypeError, match="expected text, an integer token id or several"):
             parser.push(piece)
-
-
-def test_an_output_is_finished_once() -> None:
-    parser = StreamParser(None, thinking=False)
-    parser.push("a<|clo")
-    assert parser.finish("abort") == [Delta("content", "<|clo")]
-    assert parser.finish("stop") == []
-    assert parser.message == Message(None, "a<|clo", (), "abort")
-    with pytest.raises(ValueError, match="pushed after finish"):
-        parser.push("b")
-
-
-CONTROL_TOKENS = ["<|media_pad|>", "[start_header_id]", "[PAD]", "[BOS]", "<|sep|>", "<|open|>", "<|close|>"]
-
-
-@pytest.mark.parametrize("name", CONTROL_TOKENS)
-def test_loose_control_tokens_show_in_arguments_alone(small: Tokenizer, name: str) -> None:
-    loose = [small.control_id(name)]
-
-    def ids(text: str) -> list[int]:
-        return small.encode(spelled(text), allow_special=True)
-
-    # Blanks end a marker that might begin a tag; names of controls are inert in ids.
-    head = ids("w") + loose + ids("hy{C}think{S}{O}response{S}b") + loose + ids("!{C}response{S}")
-    value = ids('{O}tools{S}{O}call tool="f"{S}{O}argument key="a" type="string"{S}x') + loose
-    output = head + value + ids("!{C}argument{S}{C}call{S}{C}tools{S}" + END)
-    message = Message(
-        "why", "b!", (ToolCall("f", json.dumps({"a": f"x{name}!"}, separators=(",", ":"))),), "tool_calls"
-    )
-    assert_stream([output], True, message, small)
-    assert_stream(output, True, message, small)
-
-
-def test_a_control_token_ends_a_tag_and_no_attribute_holds_one(small: Tokenizer) -> None:
-    pad = "<|media_pad|>"
-    text = f'a{{C}}think{pad}{{O}}tools{pad}{{O}}call tool="f{pad}"{{S}}{{C}}call{pad}' + END
-    ids = small.encode(spelled(text), allow_special=True)
-    assert_stream(ids, True, Message("a", None, (ToolCall("f", "{}"),), "tool_calls"), small)
-
-
-@pytest.mark.parametrize("depth", [5_000, 200_000])
-def test_deep_json_stays_a_string(small: Tokenizer, depth: int) -> None:
-    deep = "[" * depth + "]" * depth
-    output = spelled("{C}think{S}" + tools(call("f", argument("a", "array", deep), argument("b", "number", "1"))) + END)
-    for tokenizer, pieces in ((None, [output]), (small, [small.encode(output, allow_special=True)])):
-        assert_stream(
-            pieces, True, Message("", None, (ToolCall("f", f'{{"a":"{deep}","b":1}}'),), "tool_calls"), tokenizer
-        )
-
-
-def test_a_long_integer_keeps_its_digits() -> None:
-    digits = "9" * 5_000
-    output = spelled("{C}think{S}" + tools(call("f", argument("a", "number", digits))) + END)
-    assert parse.parse(None, output).tool_calls == (ToolCall("f", f'{{"a":{digits}}}'),)
-
-
-def test_a_long_call_header_is_linear() -> None:
-    seconds = []
-    for length in (20_000, 200_000):
-        output = spelled('{C}think{S}{O}tools{S}{O}call tool="f" ' + "a" * length + "{S}{C}call{S}" + END)
-        start = time.process_time()
-        assert parse.parse(None, output).tool_calls == (ToolCall("f", "{}"),)
-        seconds.append(time.process_time() - start)
-    assert seconds[1] < 1.0, f"{seconds} s; ten times the length may cost about ten times the time"
