@@ -15,7 +15,6 @@ import numpy as np
 
 from k3jax import params, sharding, tokenizer
 from k3jax.config import ConfigError, K3Config
-from k3jax.config_hf import listing
 from k3jax.dspark.config import DSparkConfig
 from k3jax.dspark.model import DSpark
 from k3jax.dspark.tensors import IGNORED, draft_specs
@@ -120,7 +119,7 @@ def load_draft(path: str | Path, model: Model) -> Draft:
 
     config = DSparkConfig.from_file(path)
     if problems := list(config.misfits(model.config)):
-        raise ConfigError(listing(f"{path} is not a draft of this model", problems))
+        raise ConfigError(f"{path} is not a draft of this model", problems)
     source, problems = find_source(path)
     specs = draft_specs(config, set(source.tensors))
     skipped = tuple(name for name in IGNORED if name not in params.hf_tensors(specs))

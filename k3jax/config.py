@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,10 @@ from k3jax import config_hf
 
 class ConfigError(ValueError):
     """Every inconsistent or unknown entry of a configuration, in one message."""
+
+    def __init__(self, title: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(config_hf.listing(title, problems) if problems else title)
+        self.problems = list(problems)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +104,7 @@ class K3Config:
     def __post_init__(self) -> None:
         problems = list(config_hf.inconsistencies(self))
         if problems:
-            raise ConfigError(config_hf.listing("inconsistent K3 configuration", problems))
+            raise ConfigError("inconsistent K3 configuration", problems)
 
     @property
     def kda_layers(self) -> tuple[int, ...]:
@@ -136,14 +140,20 @@ class K3Config:
         Raises `ConfigError` with every unknown, missing, unsupported and inconsistent key.
         """
         values, problems = config_hf.read_text(config)
+        try:
+            parts = {
+                "kda": KdaConfig(**values.pop("kda")),
+                "mla": MlaConfig(**values.pop("mla")),
+                "moe": MoeConfig(**values.pop("moe")),
+            }
+            result = cls(**parts, **values)
+        except TypeError:  # a required field is missing, which is among the problems
+            raise ConfigError("config.json cannot be used", problems) from None
+        except ConfigError as error:
+            problems += error.problems
         if problems:
-            raise ConfigError(config_hf.listing("config.json cannot be used", problems))
-        return cls(
-            kda=KdaConfig(**values.pop("kda")),
-            mla=MlaConfig(**values.pop("mla")),
-            moe=MoeConfig(**values.pop("moe")),
-            **values,
-        )
+            raise ConfigError("config.json cannot be used", problems)
+        return result
 
     @classmethod
     def from_file(cls, path: str | Path) -> "K3Config":

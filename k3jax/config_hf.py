@@ -1,5 +1,6 @@
 """The released `config.json`: which keys mean what, which are fixed, which are inert."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -216,7 +217,8 @@ def read_text(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         return {}, [*problems, f"text_config is {text!r}, expected an object"]
     linear = text.get("linear_attn_config")
     if not isinstance(linear, Mapping):
-        return {}, [*problems, f"linear_attn_config is {linear!r}, expected an object with num_heads, head_dim, layers"]
+        problems.append(f"linear_attn_config is {linear!r}, expected an object with num_heads, head_dim, layers")
+        linear = {}
     known = {*_TEXT, *_MLA, *_MOE, *_FIXED, *INERT} | {
         "linear_attn_config",
         "quantization_config",
@@ -251,7 +253,14 @@ def _fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], prefix: str) -> 
 
 
 def _wrapper_problems(config: Mapping[str, Any]) -> list[str]:
-    return _unknown(config, {*_WRAPPER_FIXED, *_WRAPPER_OTHER, *INERT}, "") + _fixed(config, _WRAPPER_FIXED, "")
+    text = config["text_config"]
+    twice = [
+        f"{key} is {config[key]!r}, but text_config.{key} is {text[key]!r}"
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if isinstance(text, Mapping) and key in config and key in text and config[key] != text[key]
+    ]
+    unknown = _unknown(config, {*_WRAPPER_FIXED, *_WRAPPER_OTHER, *INERT}, "")
+    return unknown + _fixed(config, _WRAPPER_FIXED, "") + twice
 
 
 def _quantization_problems(quantization: Any) -> list[str]:
@@ -265,8 +274,9 @@ def _quantization_problems(quantization: Any) -> list[str]:
         for key in ("quant_method", "format")
         if quantization.get(key) != _QUANTIZATION[key]
     ]
-    groups = quantization.get("config_groups", {})
-    weights = groups.get("group_0", {}).get("weights", {}) if isinstance(groups, Mapping) else {}
+    weights: Any = quantization
+    for key in ("config_groups", "group_0", "weights"):
+        weights = weights.get(key) if isinstance(weights.get(key), Mapping) else {}
     for key in ("num_bits", "type", "group_size"):
         if (seen := weights.get(key)) != (wanted := _QUANTIZATION["config_groups"]["group_0"]["weights"][key]):
             problems.append(f"quantization_config.config_groups.group_0.weights.{key} is {seen!r}, expected {wanted!r}")
@@ -320,11 +330,15 @@ def inconsistencies(config: Any) -> Iterator[str]:
     for part in ("kda", "mla", "moe"):
         fields = getattr(config, part)
         positive |= {f"{part}.{name}": getattr(fields, name) for name in fields.__slots__ if name != "gate_lower_bound"}
-    yield from (f"{name} is {value}, expected more than 0" for name, value in positive.items() if not value > 0)
+    for name, value in positive.items():
+        if not 0 < value < math.inf:
+            yield f"{name} is {value}, expected a finite number above 0"
+    if config.first_moe_layer < 0:
+        yield f"first_k_dense_replace is {config.first_moe_layer}, expected at least 0"
     outside = [layer + 1 for layer in config.mla_layers if not 0 <= layer < config.num_layers]
     if outside:
         yield f"full_attn_layers {outside} lie outside 1..{config.num_layers}"
-    if not config.kda.gate_lower_bound < 0:
+    if not -math.inf < config.kda.gate_lower_bound < 0:
         yield f"gate_lower_bound is {config.kda.gate_lower_bound}, expected a negative number (K3: -5.0)"
     if config.kda.conv_kernel_size != 4:
         yield f"short_conv_kernel_size is {config.kda.conv_kernel_size}, only 4 is implemented"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from k3jax.config import ConfigError, K3Config, read_json
-from k3jax.config_hf import INERT, listing
+from k3jax.config_hf import INERT
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 TapStream = Literal["prefix", "attn_res"]
@@ -131,7 +131,7 @@ class DSparkConfig:
         reader = _Reader(config)
         values = reader.read(block_size)
         if reader.problems:
-            raise ConfigError(listing("the draft's config.json cannot be used", reader.problems))
+            raise ConfigError("the draft's config.json cannot be used", reader.problems)
         return cls(**values)
 
     @classmethod

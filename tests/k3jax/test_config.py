@@ -110,6 +110,28 @@ def test_inconsistent_fields_are_listed():
         dataclasses.replace(nano(), moe=moe, eos_token_id=9999999)
 
 
+def test_unknown_keys_do_not_hide_inconsistencies():
+    raw = copy.deepcopy(nano().to_hf())
+    raw["text_config"] |= {"sparkle": 3, "num_experts_per_token": 99, "first_k_dense_replace": -1}
+    raw["text_config"]["activation_situ_beta"] = float("inf")
+    raw["bos_token_id"] = 7
+    with pytest.raises(ConfigError) as caught:
+        K3Config.from_hf(raw)
+    for word in ("sparkle", "num_experts_per_token is 99", "first_k_dense_replace is -1", "beta is inf", "is 7, but"):
+        assert word in str(caught.value)
+
+
+def test_a_missing_part_does_not_hide_the_rest():
+    raw = copy.deepcopy(nano().to_hf())
+    del raw["text_config"]["linear_attn_config"], raw["text_config"]["hidden_size"]
+    raw["text_config"]["quantization_config"]["config_groups"] = {"group_0": None}
+    raw["text_config"]["foo"] = 1
+    with pytest.raises(ConfigError) as caught:
+        K3Config.from_hf(raw)
+    for word in ("linear_attn_config is None", "hidden_size: missing", "foo: unknown", "num_bits is None"):
+        assert word in str(caught.value)
+
+
 @pytest.mark.parametrize("heads", [("num_key_value_heads", 1)])
 def test_grouped_heads_are_refused(heads):
     raw = nano().to_hf()
