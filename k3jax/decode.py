@@ -133,6 +133,8 @@ def _refuse(options: Options) -> None:
         raise program.UsageError("--image is not available: image input is not implemented yet; leave it out")
     if options.draft not in (None, "auto", "none", "ngram"):
         program.require_path(Path(options.draft), "draft")
+    if options.prompt is not None and options.prompt_ids:
+        raise program.UsageError("--prompt and --prompt-ids are both given; give one")
     if options.system is not None and not options.chat:
         raise program.UsageError("--system needs --chat")
     if options.chat and options.stop:

@@ -59,6 +59,7 @@ class Verification:
         sizes = self._sizes
         states = observe(self.model, case.input_ids, case.decode_ids, **sizes)
         theirs, forced = case.arrays.get("router_ids"), None
+        states = _in_order_of(states, np.sort(states.router_ids))  # a file's weights follow ascending ids
         if theirs is not None and theirs.shape != states.router_ids.shape:
             yield compare(f"{case.name}.router_ids", states.router_ids, theirs, 0.0)
         elif theirs is not None and np.array_equal(np.sort(states.router_ids), np.sort(theirs)):
@@ -116,7 +117,9 @@ def compare_choices(
     ranked = np.take_along_axis(scores, order, axis=-1)
     ours = np.sort(order[..., :k])
     differs = (ours != np.sort(theirs)).any(axis=-1)
-    margin = np.where(differs, ranked[..., k - 1] - ranked[..., k], -np.inf)
+    # Where every expert is chosen no next score exists, and any difference is an error.
+    following = ranked[..., k] if k < ranked.shape[-1] else np.full(ranked.shape[:-1], -np.inf)
+    margin = np.where(differs, ranked[..., k - 1] - following, -np.inf)
     worst = np.unravel_index(np.argmax(margin), margin.shape)
     if not differs.any():
         return Comparison(name, 0.0, f"{theirs.size} ids are equal when earlier choices are", True)
