@@ -69,7 +69,9 @@ def test_a_directional_derivative_matches_a_difference(
     slope = float(
         sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True))
     )
-    difference = float(nats(jnp.float32(2e-4)) - nats(jnp.float32(-2e-4))) / 4e-4
+    # A step that is large enough to change a router's choice measures a jump instead of the slope.
+    size = 2e-5
+    difference = float(nats(jnp.float32(size)) - nats(jnp.float32(-size))) / (2 * size)
     assert abs(difference / slope - 1) < 0.03
 
 
