@@ -19,7 +19,7 @@ def einsum(equation: str, *operands: Float[Array, "..."], out: jnp.dtype | None 
     if dtype == jnp.float32:
         product = jnp.einsum(equation, *operands, precision=_HIGHEST, preferred_element_type=jnp.float32)
     else:
-        product = _narrow(equation, *operands)
+        product: Array = _narrow(equation, *operands)  # pyright: ignore[reportAssignmentType]
     return product.astype(dtype if out is None else out)
 
 

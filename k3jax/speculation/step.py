@@ -185,9 +185,9 @@ def prefill(
     target = graph.merge(leaves)
     output = target(ids, rows, cache, trace=True)
     context = drafter.extend(draft_leaves, context, Step(ids, output.trace), rows)
-    cache = graph.place(output.cache)
-    assert cache is not None
-    return Prefilled(graph.replicate(target.logits(last_hidden(output.hidden, rows))), cache, context)
+    stored = graph.place(output.cache)
+    assert stored is not None
+    return Prefilled(graph.replicate(target.logits(last_hidden(output.hidden, rows))), stored, context)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "drafter", "rule", "limit"), donate_argnames="state")

@@ -150,7 +150,7 @@ def make_step(
     return step
 
 
-def data_mesh(devices: list[jax.Device] | None = None) -> Mesh:
+def data_mesh(devices: list[Any] | None = None) -> Mesh:
     """A one-axis mesh for data parallelism over `devices` (default: all)."""
     devices = jax.devices() if devices is None else devices
     return jax.make_mesh((len(devices),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)

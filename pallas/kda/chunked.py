@@ -82,7 +82,10 @@ def pair_products(inputs: TokenInputs) -> tuple[jax.Array, jax.Array]:
 
     lower = jnp.tri(length, k=-1, dtype=bool), jnp.tri(length, dtype=bool)
     products = against_keys(inputs.key), against_keys(inputs.query)
-    return tuple(jnp.where(jnp.expand_dims(m, tuple(range(len(lead)))), p, 0.0) for m, p in zip(lower, products))
+    below, at_most = (
+        jnp.where(jnp.expand_dims(m, tuple(range(len(lead)))), p, 0.0) for m, p in zip(lower, products, strict=True)
+    )
+    return below, at_most
 
 
 @jax.custom_vjp
