@@ -99,14 +99,18 @@ class Decoding:
             state, emitted = self._start()
             yield from self._deliver(emitted)
             flying: collections.deque[Emission] = collections.deque()
-            while self._running.any():
-                # The second step is enqueued before the first is read, unless nothing can be left to say.
-                enqueue = bool((self._running & (self._remaining > len(flying))).any())
-                if enqueue:
-                    state, emitted = self._step(state)
-                    flying.append(emitted)
-                if len(flying) > 1 or not enqueue:
-                    yield from self._deliver(flying.popleft())
+            try:
+                while self._running.any():
+                    # The second step is enqueued before the first is read, unless nothing can be left to say.
+                    enqueue = bool((self._running & (self._remaining > len(flying))).any())
+                    if enqueue:
+                        state, emitted = self._step(state)
+                        flying.append(emitted)
+                    if len(flying) > 1 or not enqueue:
+                        yield from self._deliver(flying.popleft())
+            finally:
+                # A step that still runs when the interpreter ends would abort the process.
+                jax.block_until_ready(list(flying))
 
     def _step(self, state: Any) -> tuple[Any, Emission]:
         """Enqueues a step and the transfer of its tokens. Donates the state."""
