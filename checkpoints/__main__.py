@@ -16,12 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from k3jax import program
+
 Dtype = Literal["bfloat16", "float32"]
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-class UsageError(ValueError):
-    """Arguments that cannot be meant."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,27 +88,19 @@ class Export:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    import tyro
-
-    command = tyro.cli(
-        Inspect | Check | Convert | Export,
-        prog="python -m checkpoints",
-        description=__doc__,
-        args=arguments,
-        config=(tyro.conf.PositionalRequiredArgs, tyro.conf.FlagCreatePairsOff),
-    )
+    command = program.parse(Inspect | Check | Convert | Export, "checkpoints", arguments, description=__doc__)
     from checkpoints.errors import CheckpointError
     from k3jax.config import ConfigError
 
     run: Any = {Inspect: _inspect, Check: _check, Convert: _convert, Export: _export}[type(command)]
     try:
         run(command)
-    except UsageError as error:
-        return _fail(str(error), 2)
+    except program.UsageError as error:
+        return _fail(str(error), program.USAGE)
     except (CheckpointError, ConfigError) as error:
-        return _fail(str(error), 1)
+        return _fail(str(error), program.FAILURE)
     except KeyboardInterrupt:
-        return _fail("interrupted; run the same command again to go on", 130)
+        return _fail("interrupted; run the same command again to go on", program.INTERRUPTED)
     return 0
 
 
@@ -131,7 +121,7 @@ def _check(command: Check) -> None:
     from checkpoints.errors import CheckpointError
 
     if command.manifest and not command.hash:
-        raise UsageError("--manifest needs --hash")
+        raise program.UsageError("--manifest needs --hash")
     try:
         print(_check_headers(command))
         if command.hash:
@@ -194,7 +184,9 @@ def _export(command: Export) -> None:
     from k3jax import params
 
     if sum(option is not None for option in (command.shards, command.max_shard_size, command.like)) > 1:
-        raise UsageError("give at most one of --shards, --max-shard-size and --like")
+        raise program.UsageError("give at most one of --shards, --max-shard-size and --like")
+    if command.shards is not None and command.shards < 1:
+        raise program.UsageError(f"--shards is {command.shards}, expected at least 1")
     limit = None if command.max_shard_size is None else parse_size(command.max_shard_size)
     config, parameters = open_stream(command.path)
     plan = make_plan(config, shards=command.shards, max_shard_bytes=limit, like=command.like)
@@ -209,7 +201,7 @@ def parse_size(text: str) -> int:
     """Bytes in a size such as `5GB`, `512MiB` or `1000000`."""
     match = re.fullmatch(r"(\d+) ?([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in UNITS or int(match[1]) == 0:
-        raise UsageError(f"size is {text!r}, expected a number and {', '.join(filter(None, UNITS))}")
+        raise program.UsageError(f"size is {text!r}, expected a number and {', '.join(filter(None, UNITS))}")
     return int(match[1]) * UNITS[match[2].upper()]
 
 

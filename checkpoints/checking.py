@@ -1,5 +1,6 @@
 """Header-only checks: everything wrong with a checkpoint, before a byte of data is read."""
 
+import collections
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def tensor_problems(source: Source, expected: Expected, skipped: tuple[str, ...]
     """Differences between a checkpoint's tensors and the expected ones, except names that begin with `skipped`."""
     found = source.tensors
     unread = set(source.index["weight_map"].values()) - source.shards.keys() if source.index else set()
+    lost: collections.Counter[str] = collections.Counter()
     for name, (shape, dtype) in expected.items():
         if name in found:
             entry = found[name][1]
@@ -60,7 +62,9 @@ def tensor_problems(source: Source, expected: Expected, skipped: tuple[str, ...]
         elif source.index is None or (file := source.index["weight_map"].get(name)) is None:
             yield f"{name}: missing, expected {dtype} {list(shape)}"
         elif file in unread:
-            yield f"{name}: missing with its shard {file}"
+            lost[file] += 1
+    for file, count in lost.items():
+        yield f"{file}: cannot be read, and {count:,} tensor(s) with it"
     for name, (file, entry) in found.items():
         if name not in expected and not name.startswith(skipped):
             yield f"{name}: unexpected tensor {entry.dtype} {list(entry.shape)} in {file}"

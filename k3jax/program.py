@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import UnionType
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 """Exit codes: something went wrong; the command line or the input is wrong; Ctrl-C."""
@@ -17,8 +18,13 @@ class UsageError(ValueError):
     """A command line or an input that cannot be used."""
 
 
-def parse[Options](options: type[Options], program: str, arguments: Sequence[str] | None = None) -> Options:
-    """The command line as a dataclass; a wrong one ends in one line on stderr and exit code 2."""
+def parse[Options](
+    options: type[Options] | UnionType, program: str, arguments: Sequence[str] | None = None, description: str = ""
+) -> Options:
+    """The command line as a dataclass, or as one of a union; a wrong one ends in one line on stderr and exit code 2.
+
+    `description` heads the help of a union; a dataclass has its docstring.
+    """
     import tyro  # takes a third of a second
 
     box = io.StringIO()
@@ -26,7 +32,7 @@ def parse[Options](options: type[Options], program: str, arguments: Sequence[str
         with contextlib.redirect_stderr(box):
             markers = (tyro.conf.PositionalRequiredArgs, tyro.conf.FlagCreatePairsOff)
             # tyro would cut the examples off the docstring.
-            text = inspect.getdoc(options)
+            text = description or inspect.getdoc(options)
             return tyro.cli(options, prog=f"python -m {program}", args=arguments, description=text, config=markers)
     except SystemExit as stop:
         if stop.code == USAGE:

@@ -12,7 +12,7 @@ FORBIDDEN = {
     "k3jax": {"serving"},
     "checkpoints": {"serving"},
 }
-SEEN_BY_CHECKPOINTS = {"k3jax.config", "k3jax.params", "k3jax.sharding"}
+SEEN_BY_CHECKPOINTS = {"k3jax.config", "k3jax.params", "k3jax.program", "k3jax.sharding"}
 PROGRAMS = {"api", "bench", "decode", "plan", "verify"}
 """Modules of k3jax that may read checkpoints, besides k3jax.train."""
 

@@ -39,6 +39,21 @@ def test_as_a_process(checkpoint, tmp_path):
     assert bad.stderr.count(b"\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(["check"], "PATH"), (["fold", "x"], "fold"), (["export", "a", "b", "--shards", "0"], "--shards is 0")],
+)
+def test_wrong_usage_is_one_line(arguments, text, capsys):
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    error = capsys.readouterr().err
+    assert (code, error.count("\n")) == (2, 1)
+    assert error.startswith("error: ")
+    assert text in error
+
+
 def test_inspect(checkpoint, tensors, capsys):
     assert main(["inspect", str(checkpoint)]) == 0
     output = capsys.readouterr().out
