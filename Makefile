@@ -4,7 +4,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 WORKERS ?= 2
 
-.PHONY: help demo test test-slow lint format clean
+.PHONY: help demo gateway test test-slow lint format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -12,6 +12,10 @@ help: ## list the targets
 demo: ## stream text from the shipped checkpoint
 	@scripts/venv
 	@$(PYTHON) -m k3jax.demo
+
+gateway: ## serve the shipped checkpoint to OpenAI and Anthropic clients, with a chat page
+	@scripts/venv gateway
+	@$(PYTHON) -m serving.gateway $(FLAGS)
 
 test: ## the tests that a change must pass
 	@scripts/venv test

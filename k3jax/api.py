@@ -6,7 +6,7 @@ for piece in k3jax.generate(model, "def main(", max_tokens=64):
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,9 +15,10 @@ import numpy as np
 
 from k3jax import params, sharding, tokenizer
 from k3jax.config import ConfigError, K3Config
+from k3jax.dspark import files
 from k3jax.dspark.config import DSparkConfig
-from k3jax.dspark.model import DSpark
-from k3jax.dspark.tensors import IGNORED, draft_specs
+from k3jax.dspark.model import TARGET_IDS, DSpark
+from k3jax.dspark.tensors import IGNORED, TARGET_OFFSETS, draft_specs
 from k3jax.generation import prompt as prompt_module
 from k3jax.generation.decoding import Decoding, Request
 from k3jax.generation.prompt import Prompt, PromptError
@@ -26,7 +27,9 @@ from k3jax.generation.text_stream import GenerationError, Stream, Writer
 from k3jax.runtime import Model
 from k3jax.sampling import Sampling, SamplingError, SamplingOptions
 from k3jax.speculation.drafters import Draft, DSparkDrafter, NgramDrafter
+from k3jax.speculation.widths import Widths, WidthsError
 from k3jax.states import States
+from pallas.dispatch import ORDER as BACKENDS
 from pallas.dispatch import Implementation
 
 __all__ = [
@@ -63,6 +66,7 @@ def load(
     implementation: Implementation = None,
     max_length: int | None = None,
     draft: str | Path | None = None,
+    draft_widths: Sequence[int] = (),
 ) -> Model:
     """Loads a checkpoint (default: the shipped nano) and the tokenizer in its directory, if there is one.
 
@@ -70,10 +74,13 @@ def load(
     precision. `mesh` names a preset of `sharding.PRESETS`. `implementation` forces one kernel backend. `max_length`
     caps prompt and output together (default: the model's own limit). `draft` makes decoding speculative: a DSpark
     directory, "auto" for the one named NAME-dspark beside the checkpoint if it exists, or "ngram" for prompt lookup.
+    `draft_widths` (ascending, e.g. 2, 4, 8) lets the draft's confidence choose how many tokens a step verifies.
     Raises `CheckpointError`, `ConfigError`, `ShardingError` or `ValueError`, each naming what is wrong.
     """
     import checkpoints
 
+    if implementation not in (None, *BACKENDS):
+        raise ValueError(f"implementation is {implementation!r}, expected {', '.join(BACKENDS)}, or None for the best")
     root = shipped_checkpoint() if path is None else Path(path)
     layout = None if mesh is None else sharding.layout(mesh)
     config: K3Config | None = None
@@ -93,39 +100,75 @@ def load(
         max_length=max_length,
         path=root,
     )
-    return dataclasses.replace(model, draft=_draft(model, root, draft))
+    widths = Widths(tuple(draft_widths)) if draft_widths else None
+    return dataclasses.replace(model, draft=_draft(model, root, draft, widths))
 
 
-def _draft(model: Model, root: Path, which: str | Path | None) -> Draft | None:
+def _draft(model: Model, root: Path, which: str | Path | None, widths: Widths | None = None) -> Draft | None:
     """The draft that `load` was asked for."""
+    if which in (None, "none", "ngram") and widths is not None:
+        raise WidthsError("draft widths need a DSpark draft with a confidence head; leave them out")
     if which is None or which == "none":
         return None
     if which == "ngram":
         return Draft(NgramDrafter(block_size=NGRAM_BLOCK), ())
     if which == "auto":
         path = root.with_name(f"{root.name}-dspark")
-        return load_draft(path, model) if path.is_dir() else None
-    return load_draft(which, model)
+        if widths is not None and not path.is_dir():
+            raise WidthsError(f"draft widths need a draft, and there is none at {path}; leave them out")
+        return load_draft(path, model, widths) if path.is_dir() else None
+    return load_draft(which, model, widths)
 
 
-def load_draft(path: str | Path, model: Model) -> Draft:
-    """Loads a DSpark draft for `model`, in the model's dtype.
+def load_draft(path: str | Path, model: Model, widths: Widths | None = None) -> Draft:
+    """Loads a DSpark draft for `model`, in the model's dtype. `widths` makes the number of verified drafts adaptive.
 
     Raises `ConfigError` or `CheckpointError` with everything that is wrong, a draft of another target included.
+    """
+    config = DSparkConfig.from_file(path)
+    if problems := list(config.misfits(model.config)):
+        raise ConfigError(f"{path} is not a draft of this model", problems)
+    if widths is not None:
+        widths.require(config.block_size, confidence=config.confidence)
+    head = model.graph.merge(model.leaves).head[...]
+    draft = read_draft(path, config, dtype=model.dtype, place=model.place, head=head)
+    return Draft(*DSparkDrafter.of(draft), widths=widths)
+
+
+def read_draft(
+    path: str | Path,
+    config: DSparkConfig,
+    *,
+    dtype: Any,
+    place: Callable[[Any], Any] = lambda tree: tree,
+    head: Any = None,
+) -> DSpark:
+    """The draft at `path` as a module. `head` is the target's, for a reduced vocabulary without a head of its own.
+
+    Raises `ConfigError` or `CheckpointError` with everything that is wrong.
     """
     from checkpoints.checking import require, tensor_problems
     from checkpoints.source import find_source
     from checkpoints.streaming import load_tree
 
-    config = DSparkConfig.from_file(path)
-    if problems := list(config.misfits(model.config)):
-        raise ConfigError(f"{path} is not a draft of this model", problems)
     source, problems = find_source(path)
     specs = draft_specs(config, set(source.tensors))
-    skipped = tuple(name for name in IGNORED if name not in params.hf_tensors(specs))
-    require(path, source, [*problems, *tensor_problems(source, params.hf_tensors(specs), skipped)])
-    draft = DSpark(config, model.place(load_tree(source, specs, dtype=model.dtype)))
-    return Draft(*DSparkDrafter.of(draft))
+    expected = params.hf_tensors(specs)
+    offsets = next((name for name in source.tensors if name.removeprefix("model.") == TARGET_OFFSETS), None)
+    skipped = tuple(f"{prefix}{name}" for prefix in ("", "model.") for name in IGNORED)
+    skipped = (*(name for name in skipped if name not in expected), *(() if offsets is None else (offsets,)))
+    problems += list(tensor_problems(source, expected, skipped))
+    reduced = config.draft_vocab_size < config.vocab_size
+    if reduced and offsets is None:
+        problems.append(f"{TARGET_OFFSETS}: missing, expected integers [{config.draft_vocab_size}] (draft_vocab_size)")
+    require(path, source, problems)
+    tree = load_tree(source, specs, dtype=dtype)
+    if offsets is not None:
+        ids = files.target_ids(source.directory / source.tensors[offsets][0], offsets, config)
+        tree[TARGET_IDS] = jnp.asarray(ids)
+        if "head" not in tree and head is not None:
+            tree["head"] = head[ids]
+    return DSpark(config, place(tree))
 
 
 def _tokenizer(root: Path) -> tokenizer.Tokenizer | None:
@@ -164,6 +207,8 @@ def generate(
     prompts = list(prompt) if batch else [prompt]
     names = [f"prompt {row}" for row in range(len(prompts))] if batch else ["prompt"]
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in stops:
+        raise PromptError("a stop string is empty, expected at least one character")
     if stops and model.tokenizer is None:
         raise prompt_module.PromptError("stop strings need a tokenizer and the checkpoint has none; give stop_ids")
     ends = (*stop_ids, *(() if ignore_eos else model.stop_ids))

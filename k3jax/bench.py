@@ -4,15 +4,24 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from k3jax import program
 
-OPS = ("kda",)
-"""Op folders under `pallas/` whose `bench.py` offers `gate()` and `measure()`."""
+if TYPE_CHECKING:
+    from pallas.benchmark import Measurement
+
+OPS = {
+    "kda": "pallas.kda.bench",
+    "attn_res": "pallas.attn_res.bench",
+    "mla": "pallas.mla.bench",
+    "moe": "pallas.moe.bench",
+    "gemv": "pallas.gemv.bench",
+}
+"""Name of an op and the module that measures it; `pallas.benchmark` says what such a module offers."""
 
 COLUMNS = ("kernel", "measured us", "floor us", "of floor", "goal us", "peer us", "peer / ours", "peer")
 WIDTHS = (37, 11, 8, 8, 7, 7, 11, 0)
@@ -20,21 +29,28 @@ WIDTHS = (37, 11, 8, 8, 7, 7, 11, 0)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Checks an op's kernels for correctness, then prints their times beside the byte floor, the goal and a peer.
+    """Checks an op's kernels for correctness, then prints their times beside the floor, the goal and the peers.
 
     A failed check prints what failed, no times, and exits with 1. Without a GPU only the check runs.
 
     Examples:
       python -m k3jax.bench kernels
       python -m k3jax.bench kernels --op kda --json kda.json
+      python -m k3jax.bench speculate --layers 8
     """
 
-    subject: Literal["kernels"]
-    """What to measure."""
+    subject: Literal["kernels", "speculate"]
+    """What to measure: an op's kernels, or a speculative step of a few K3 layers and its parts."""
     op: str = "kda"
-    """Folder of the op."""
+    """Name of the op."""
     implementation: Literal["xla", "mosaic", "triton"] | None = None
     """Backend that the correctness check runs. Default: the best for the device, which is also what is timed."""
+    layers: int = 8
+    """With speculate: the first layers of K3."""
+    experts: int | None = None
+    """With speculate: experts in each layer. Default: all that fit."""
+    context: int = 1024
+    """With speculate: tokens in the cache."""
     json: Path | None = None
     """Also write the numbers to this file."""
 
@@ -42,20 +58,30 @@ class Options:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; the exit code."""
     options = program.parse(Options, "k3jax.bench", arguments)
-    return program.run(lambda: kernels(options))
+    return program.run(lambda: kernels(options) if options.subject == "kernels" else speculate(options))
+
+
+def speculate(options: Options) -> int:
+    """Times a speculative step, its parts, and a plain one."""
+    from k3jax.speculation import bench, report
+
+    sizes = (options.layers, options.experts, options.context)
+    return report.run(bench.Setting.of_k3(*sizes, options.implementation), options.json)
 
 
 def load_op(op: str) -> ModuleType:
     """The op's benchmark; raises `UsageError` for an op without one."""
     if op not in OPS:
         raise program.UsageError(f"--op {op}: no such benchmark; choose one of {', '.join(OPS)}")
-    return importlib.import_module(f"pallas.{op}.bench")
+    return importlib.import_module(OPS[op])
 
 
 def kernels(options: Options) -> int:
     """Gate, then table; 1 when the gate is red."""
     import jax
 
+    # Kernels that are interpreted on a CPU wait for one another in callbacks: one thread a device must not run out.
+    jax.config.update("jax_num_cpu_devices", 8)
     bench = load_op(options.op)
     with program.status("checking correctness"):
         checks = bench.gate(options.implementation)
@@ -65,38 +91,49 @@ def kernels(options: Options) -> int:
     if failed:
         return program.FAILURE
     worst = max(check.error for check in checks)
-    print(f"{options.op}: {len(checks)} checks passed, largest relative error {worst:.1e}")
+    print(f"{options.op}: {len(checks)} checks passed, largest relative error {worst:.1e}", flush=True)
     if (platform := jax.default_backend()) != "gpu":
         print(f"no times: the default backend is {platform!r}, and no GPU was measured")
         return 0
-    print(_line(COLUMNS))
+    print(_line(COLUMNS), flush=True)
     measurements = []
     for measurement in bench.measure():
-        measurements.append(measurement._asdict())
-        print(_line(_cells(measurements[-1])), flush=True)
+        for cells in _rows(measurement):
+            print(_line(cells), flush=True)
         # After every line: a run that is cut short keeps what it has measured.
         if options.json is not None:
+            measurements.append(_record(measurement))
             record = {"device": jax.devices()[0].device_kind, "op": options.op, "measurements": measurements}
             options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
+
+
+def _record(measurement: "Measurement") -> dict[str, object]:
+    return {**measurement._asdict(), "peers": [peer._asdict() for peer in measurement.peers]}
 
 
 def _line(cells: Sequence[str]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS)).rstrip()
 
 
-def _cells(line: dict[str, Any]) -> tuple[str, ...]:
-    measured, peer = line["measured"], line["peer"]
-    return (
-        line["name"],
-        f"{measured:.1f}",
-        f"{line['floor']:.1f}",
-        f"{line['floor'] / measured:.0%}",
-        f"{line['goal']:.1f}",
-        "-" if peer is None else f"{peer:.1f}",
-        "-" if peer is None else f"{peer / measured:.2f}",
-        line["peer_name"] or "-",
+def _rows(line: "Measurement") -> Iterator[tuple[str, ...]]:
+    """One row, and another for each further peer."""
+    ours = (
+        line.name,
+        f"{line.measured:.1f}",
+        f"{line.floor:.1f}",
+        f"{line.floor / line.measured:.0%}",
+        "-" if line.goal is None else f"{line.goal:.1f}",
     )
+    for index, peer in enumerate(line.peers or (None,)):
+        theirs = ("-", "-", "-") if peer is None else (_time(peer.time), _time(peer.time, line.measured), peer.name)
+        yield (*(ours if index == 0 else ("",) * len(ours)), *theirs)
+
+
+def _time(time: float | None, unit: float | None = None) -> str:
+    if time is None:
+        return "-"
+    return f"{time:.1f}" if unit is None else f"{time / unit:.2f}"
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from k3jax import program
+from k3jax import program, speedup
 
 if TYPE_CHECKING:
+    from k3jax.generation.results import Statistics
     from k3jax.generation.text_stream import Stream
     from k3jax.runtime import Model
 
@@ -23,6 +24,7 @@ class Options:
       python -m k3jax.decode --prompt "def fibonacci(n):" --max-tokens 64
       cat module.py | python -m k3jax.decode --temperature 0.7 --top-p 0.95 --seed 1
       python -m k3jax.decode --chat --prompt "What is a radix tree?" --stats
+      python -m k3jax.decode --prompt "class Stack:" --draft auto --show-draft --stats
       python -m k3jax.decode --checkpoint path/to/K3 --mesh tp8 --prompt Hello --json
     """
 
@@ -71,14 +73,21 @@ class Options:
     ignore_eos: bool = False
     """Go on after an end-of-message or end-of-document token."""
     stats: bool = False
-    """Print speed and memory to standard error."""
+    """Print speed and memory to standard error; with a draft also how it fared, and the speed without it."""
     json: bool = False
     """Print one JSON record instead of streaming."""
     draft: str | None = None
     """Decode speculatively: a DSpark directory, "auto" for NAME-dspark beside the checkpoint, "ngram", or "none"."""
+    draft_widths: tuple[int, ...] = ()
+    """Let the draft's confidence choose how many tokens a step verifies, e.g. 2 4 8. Default: always all."""
+    show_draft: bool = False
+    """On a terminal: color the tokens that the draft proposed and the model let stand."""
     image: str | None = None
     """Not available yet."""
 
+
+DRAFTED, OWN = "\x1b[32m", "\x1b[39m"
+"""What --show-draft puts around a drafted token: green, and the color from before."""
 
 _SAMPLING = (
     "temperature",
@@ -114,16 +123,18 @@ def decode(options: Options) -> int:
         color = out.isatty() and not options.json
         printer = chat_stream.ChannelPrinter(model.tokenizer, thinking=not options.no_thinking, color=color)
     stream = start(model, prompt, options)
+    mark = options.show_draft and out.isatty()
     for piece in pieces(stream, printer):
         if not options.json:
-            out.write(piece)
+            out.write(f"{DRAFTED}{piece}{OWN}" if mark and stream.drafted else piece)
             out.flush()
-    if options.json:
-        out.write(json.dumps(record(stream, printer), ensure_ascii=False) + "\n")
-    elif out.isatty():
+    if out.isatty() and not options.json:
         out.write("\n")
+    alone = time_plain(model, prompt, stream, options) if options.stats and model.draft else None
+    if options.json:
+        out.write(json.dumps(record(stream, printer, alone), ensure_ascii=False) + "\n")
     if options.stats:
-        print(table(stream), file=sys.stderr)
+        print(table(stream, alone), file=sys.stderr)
     return 0
 
 
@@ -139,6 +150,8 @@ def _refuse(options: Options) -> None:
         raise program.UsageError("--system needs --chat")
     if options.chat and options.stop:
         raise program.UsageError("--stop does not go with --chat; use --stop-ids")
+    if options.show_draft and options.draft in (None, "none"):
+        raise program.UsageError("--show-draft needs --draft")
     if options.checkpoint is not None:
         program.require_path(options.checkpoint, "checkpoint")
 
@@ -177,6 +190,7 @@ def load(options: Options) -> "Model":
         implementation=options.implementation,
         max_length=options.max_length,
         draft=options.draft,
+        draft_widths=options.draft_widths,
     )
 
 
@@ -184,7 +198,6 @@ def start(model: "Model", prompt: str | list[int], options: Options) -> "Stream[
     """The stream of the options; nothing runs before its first piece is asked for."""
     from k3jax import api
 
-    sampling: Any = {name: getattr(options, name) for name in _SAMPLING}
     return api.generate(
         model,
         prompt,
@@ -193,8 +206,19 @@ def start(model: "Model", prompt: str | list[int], options: Options) -> "Stream[
         stop_ids=options.stop_ids,
         ignore_eos=options.ignore_eos,
         as_ids=options.chat,
-        **sampling,
+        **_settings(options),
     )
+
+
+def _settings(options: Options) -> Any:
+    """The sampling flags as `generate` takes them."""
+    return {name: getattr(options, name) for name in _SAMPLING}
+
+
+def time_plain(model: "Model", prompt: str | list[int], stream: "Stream[Any]", options: Options) -> "Statistics":
+    """The same number of tokens without the draft."""
+    with program.status("timing the model without the draft"):
+        return speedup.plain(model, prompt, stream.statistics.completion_tokens, **_settings(options))
 
 
 def pieces(stream: "Stream[Any]", printer: Any) -> "Any":
@@ -210,8 +234,8 @@ def pieces(stream: "Stream[Any]", printer: Any) -> "Any":
         yield printer.finish(stream.result.finish_reason)
 
 
-def record(stream: "Stream[Any]", printer: Any) -> dict[str, Any]:
-    """Everything about a finished stream, for --json."""
+def record(stream: "Stream[Any]", printer: Any, alone: "Statistics | None" = None) -> dict[str, Any]:
+    """Everything about a finished stream, for --json; `alone` are the figures without the draft."""
     result = stream.result
     fields: dict[str, Any] = {
         "text": result.text,
@@ -221,18 +245,23 @@ def record(stream: "Stream[Any]", printer: Any) -> dict[str, Any]:
     }
     if printer is not None:
         fields |= dataclasses.asdict(printer.message)
-    return {**fields, "statistics": stream.statistics.summary()}
+    fields["statistics"] = stream.statistics.summary()
+    if alone is not None:
+        fields |= {"without_draft": alone.summary(), "speed_up": speedup.ratio(stream.statistics, alone)}
+    return fields
 
 
-def table(stream: "Stream[Any]") -> str:
-    """The figures of --stats."""
+def table(stream: "Stream[Any]", alone: "Statistics | None" = None) -> str:
+    """The figures of --stats; `alone` are those without the draft."""
     figures = stream.statistics
     mebibyte = 1 << 20
+    draft = "".join(f"{line}\n" for line in speedup.lines(figures, alone)) if alone is not None else ""
     return (
         f"prefill      {figures.prefill_tokens_per_second:.1f} tokens/s "
         f"({figures.prompt_tokens} tokens in {figures.prefill_seconds:.2f} s)\n"
         f"decode       {figures.milliseconds_per_token:.2f} ms/token ({figures.completion_tokens} tokens)\n"
         f"per step     {figures.tokens_per_step:.2f} tokens, {figures.milliseconds_per_step:.2f} ms\n"
+        f"{draft}"
         f"first token  {figures.first_token_seconds:.2f} s, compilation included\n"
         f"compilation  {figures.compile_seconds:.2f} s ({figures.compilations} programs), in neither rate\n"
         f"weights      {figures.weight_bytes / mebibyte:.1f} MiB\n"

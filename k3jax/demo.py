@@ -1,8 +1,12 @@
 """`make demo`: three prompts completed by the shipped model, and what it cost."""
 
 import sys
+from typing import TYPE_CHECKING
 
-from k3jax import program
+from k3jax import program, speedup
+
+if TYPE_CHECKING:
+    from k3jax.generation.results import Statistics
 
 PROMPTS = (
     "def fibonacci(n):\n",
@@ -11,6 +15,9 @@ PROMPTS = (
 )
 STOP = ("\n\n\n", "\n@", "\ndef ", "\nclass ", "\nif __name__")
 """What begins after the first top-level statement."""
+SETTINGS = {"temperature": 0.5, "top_p": 0.95}
+PLAIN_TOKENS = 96
+"""Decoded without the draft, for comparison."""
 
 
 def main() -> int:
@@ -28,22 +35,32 @@ def demo() -> int:
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     with program.status("loading the model"):
         model = api.load(dtype=dtype, draft="auto")
-    tokens, seconds, steps = 0, 0.0, 0
+    figures = []
     for seed, prompt in enumerate(PROMPTS):
         sys.stdout.write(f"{'' if seed == 0 else chr(10)}{prompt}")
-        stream = api.generate(model, prompt, max_tokens=160, temperature=0.5, top_p=0.95, seed=seed, stop=STOP)
+        stream = api.generate(model, prompt, max_tokens=160, seed=seed, stop=STOP, **SETTINGS)
         for piece in stream:
             sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")
-        figures = stream.statistics
-        tokens += figures.completion_tokens - figures.first_tokens
-        seconds += figures.decode_seconds
-        steps += figures.row_steps
-    draft = f", {tokens / steps:.2f} tokens per step with the draft" if model.draft else ""
+        figures.append(stream.statistics)
+    seconds = sum(item.decode_seconds for item in figures)
+    tokens = sum(item.completion_tokens - item.first_tokens for item in figures)
     size = model.weight_bytes / 1e6
-    print(f"\n{size:.0f} MB of weights, {tokens / seconds:.0f} tokens/s{draft}", file=sys.stderr)
+    print(f"\n{size:.0f} MB of weights, {tokens / seconds:.0f} tokens/s", file=sys.stderr)
+    if model.draft is not None:
+        with program.status("timing the model without its draft"):
+            alone = speedup.plain(model, PROMPTS[0], PLAIN_TOKENS, **SETTINGS)
+        steps = sum(item.row_steps for item in figures)
+        print(draft_line(tokens / steps, seconds / tokens, alone), file=sys.stderr)
     return 0
+
+
+def draft_line(per_step: float, seconds_per_token: float, alone: "Statistics") -> str:
+    """What the draft gained or cost."""
+    ratio = alone.milliseconds_per_token / (1e3 * seconds_per_token)
+    rate = 1e3 / alone.milliseconds_per_token
+    return f"with the draft: {per_step:.2f} tokens per step, {ratio:.2f} x plain decoding ({rate:.0f} tokens/s)"
 
 
 if __name__ == "__main__":

@@ -66,12 +66,12 @@ class Layer(nnx.Module):
         self, residual: Residual, rows: Rows, cache: LayerCache | None
     ) -> tuple[Residual, LayerCache | None, Routing | None]:
         """Reads the stream before a freeze, so that the first read of a block still sees the old prefix."""
-        mixed = self.attention_res(residual)
+        residual, x = self.attention_res.read(residual, self.attention_norm)
         if self.starts_block:
             residual = residual.freeze()
-        attended, cache = self.attention(self.attention_norm(mixed), rows, cache)  # pyright: ignore[reportArgumentType]
-        residual = residual.add(attended)
-        fed, routing = self.feed_forward(self.ffn_norm(self.ffn_res(residual)))
+        attended, cache = self.attention(x, rows, cache)  # pyright: ignore[reportArgumentType]
+        residual, x = self.ffn_res.read(residual.add(attended), self.ffn_norm)
+        fed, routing = self.feed_forward(x)
         return residual.add(fed), cache, routing
 
 
@@ -101,10 +101,12 @@ class K3(nnx.Module):
         for index, layer in enumerate(self.layers):
             residual, entry, routing = layer(residual, rows, cache.layers[index] if cache else None)
             entries.append(entry)
-            assert residual.prefix is not None
             if trace:
-                traces.append(LayerTrace(residual.prefix, routing, self._next_read(index)(residual)))
-        hidden = self.norm(self.output_res(residual))
+                # Settled once for all that read it: the sum must not be rounded differently in two places.
+                residual = residual.settle()
+                assert residual.summed is not None
+                traces.append(LayerTrace(residual.summed, routing, self._next_read(index)(residual)))
+        _, hidden = self.output_res.read(residual, self.norm)
         kept = [entry for entry in entries if entry is not None]
         return Output(hidden, K3Cache(tuple(kept)) if cache else None, tuple(traces))
 

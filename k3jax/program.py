@@ -111,8 +111,10 @@ def one_line(error: BaseException) -> str:
 
 
 def _is_usage(error: BaseException) -> bool:
-    from k3jax.generation.prompt import PromptError
+    from k3jax.generation.prompt import LengthError, PromptError
     from k3jax.sampling import SamplingError
     from k3jax.sharding import ShardingError
+    from k3jax.speculation.widths import WidthsError
 
-    return isinstance(error, UsageError | PromptError | SamplingError | ShardingError)
+    known = UsageError | PromptError | LengthError | SamplingError | ShardingError | WidthsError
+    return isinstance(error, known)

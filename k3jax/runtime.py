@@ -51,12 +51,12 @@ class Model:
     ) -> "Model":
         """A model of `parameters` (a tree as `params.model_specs` declares it), whose embedding gives the dtype.
 
-        Raises ValueError for a `max_length` outside 1 .. `max_position_embeddings` and for a tokenizer with more
-        ids than the embedding has rows.
+        Raises `LengthError` for a `max_length` outside 1 .. `max_position_embeddings` and ValueError for a tokenizer
+        with more ids than the embedding has rows.
         """
         longest = config.max_position_embeddings
         if max_length is not None and not 1 <= max_length <= longest:
-            raise ValueError(f"max_length is {max_length}, expected 1 to {longest} (max_position_embeddings)")
+            raise prompt.LengthError(f"max_length is {max_length}, expected 1 to {longest} (max_position_embeddings)")
         if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
             raise ValueError(
                 f"the tokenizer has {tokenizer.vocab_size} ids, the embedding {config.vocab_size} rows; "

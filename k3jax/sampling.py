@@ -62,6 +62,9 @@ _RANGES = {
     "seed": _Range(0, 0, 2**32 - 1, np.uint32),
 }
 
+Leaf = Any
+"""An array, or what a transformation puts in its place: a tracer, an abstract value, a sharding."""
+
 Setting = int | float | Sequence[int | float]
 """One value for all rows, or one per row."""
 
@@ -84,16 +87,17 @@ class SamplingOptions(TypedDict, total=False):
 class Sampling:
     """How each row of a batch is sampled."""
 
-    temperature: Float32[Array, " B"]
-    """0 takes the most likely token (the lowest id on ties)."""
-    top_k: Int32[Array, " B"]
-    """0 or -1 keeps all tokens."""
-    top_p: Float32[Array, " B"]
-    min_p: Float32[Array, " B"]
-    repetition_penalty: Float32[Array, " B"]
-    presence_penalty: Float32[Array, " B"]
-    frequency_penalty: Float32[Array, " B"]
-    seed: UInt32[Array, " B"]
+    temperature: Leaf
+    """float32 [B], as all but the next and the last: 0 takes the most likely token (the lowest id on ties)."""
+    top_k: Leaf
+    """int32 [B]: 0 or -1 keeps all tokens."""
+    top_p: Leaf
+    min_p: Leaf
+    repetition_penalty: Leaf
+    presence_penalty: Leaf
+    frequency_penalty: Leaf
+    seed: Leaf
+    """uint32 [B]."""
 
     @classmethod
     def of(cls, batch: int, **settings: Unpack[SamplingOptions]) -> "Sampling":
@@ -132,12 +136,12 @@ def _column(name: str, value: Any, batch: int) -> np.ndarray:
 class History:
     """What a row has seen and said: the penalties and the noise depend on it."""
 
-    prompt: Bool[Array, "B V"]
-    """Tokens that occur in the prompt."""
-    count: Int32[Array, "B V"]
-    """Occurrences of each token in the output."""
-    position: Int32[Array, " B"]
-    """Position of the next token in the sequence."""
+    prompt: Leaf
+    """bool [B, V]: tokens that occur in the prompt."""
+    count: Leaf
+    """int32 [B, V]: occurrences of each token in the output."""
+    position: Leaf
+    """int32 [B]: position of the next token in the sequence."""
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], vocab_size: int) -> "History":
@@ -203,12 +207,17 @@ def noise(seed: UInt32[Array, " B"], position: Int32[Array, " B"], size: int) ->
     return jax.vmap(row)(seed, position)
 
 
-def keep_likely(logits: Float32[Array, "B V"], params: Sampling) -> Float32[Array, "B V"]:
-    """Logits with everything that min-p, top-k and top-p drop set to minus infinity."""
+def keep_likely(logits: Float32[Array, "B V"], params: Sampling, filters: bool | None = None) -> Float32[Array, "B V"]:
+    """Logits with everything that min-p, top-k and top-p drop set to minus infinity.
+
+    `filters` says whether any row has top-k or top-p, where the caller knows; None looks at the settings.
+    """
     floor = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(params.min_p)[:, None]
     logits = jnp.where(logits < floor, -jnp.inf, logits)
-    filters = jnp.any((params.top_k > 0) | (params.top_p < 1))
-    return jax.lax.cond(filters, _keep_top, lambda logits, *_: logits, logits, params.top_k, params.top_p)
+    if filters is not None:
+        return _keep_top(logits, params.top_k, params.top_p) if filters else logits
+    wanted = jnp.any((params.top_k > 0) | (params.top_p < 1))
+    return jax.lax.cond(wanted, _keep_top, lambda logits, *_: logits, logits, params.top_k, params.top_p)
 
 
 def _keep_top(

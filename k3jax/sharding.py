@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from k3jax.cache import K3Cache, KdaCache, LayerCache, MlaCache
 from k3jax.params import ParamSpec, Tree, map_tree
@@ -33,7 +33,7 @@ class Rules:
     expert_ffn: str | None = None
     latent: str | None = None
 
-    def partition(self, axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    def partition(self, axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
         """The partition of an array with these logical axes.
 
         Raises `ShardingError` when two of its axes would be split by the same mesh axis.
@@ -70,7 +70,8 @@ PRESETS: Mapping[str, Preset] = {
 class Layout:
     """A mesh with its rules; places parameters and caches."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
+    """Of devices, or of none: then sizes can be told and nothing placed."""
     rules: Rules
 
     def sharding(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:

@@ -12,6 +12,9 @@ from serving.costs import ModelCost
 from serving.hashing import Path
 from serving.prefix_cache import CacheOptions, PrefixCache
 
+REST = 31
+"""Windows between two that are replayed, at most."""
+
 CANDIDATES = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 
 
@@ -42,11 +45,14 @@ class AlphaTuner:
         self._window, self._candidates = window, tuple(candidates)
         self._visits: list[Visit] = []
         self._replay: Iterator[None] | None = None
+        self._rest, self._skip = 0, 0
         self._best: float | None = None
 
     def record(self, visit: Visit) -> None:
-        """Takes note of a finished request. While a replay runs nothing is recorded."""
-        if self._replay is None:
+        """Takes note of a finished request. While a replay runs nothing is recorded, nor for a while after it."""
+        if self._skip:
+            self._skip -= 1
+        elif self._replay is None:
             self._visits.append(visit)
             if len(self._visits) >= self._window:
                 self._replay = self._run(self._visits)
@@ -59,6 +65,9 @@ class AlphaTuner:
         if next(self._replay, self) is None:
             return None
         self._replay = None
+        # Each replay costs as much as its window times the candidates: the longer the engine runs, the rarer they are.
+        self._rest = min(2 * self._rest + self._window, REST * self._window)
+        self._skip = self._rest
         return self._best
 
     def _run(self, visits: list[Visit]) -> Iterator[None]:

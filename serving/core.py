@@ -10,13 +10,14 @@ from serving.admission import classify
 from serving.alpha import AlphaTuner, Visit
 from serving.completion import Completion
 from serving.deadlines import Deadlines
+from serving.following import Follower
 from serving.hashing import HashChain, Path, root_digest
 from serving.plan import Plan, StepResult
 from serving.prefix_cache import PrefixCache
 from serving.request import FinishReason, Output, Request, RequestError
 from serving.scheduler import Scheduler, SchedulerOptions
 from serving.sequence import Sequence
-from serving.stats import Stats
+from serving.stats import Loads, Stats
 from serving.tiering import Tiers
 
 
@@ -47,22 +48,25 @@ class Core:
         tuner: AlphaTuner | None = None,
         tiers: Tiers | None = None,
         check: Callable[[Request], None] = lambda request: None,
+        mask_words: int | None = None,
     ) -> None:
         """`ahead`: steps that may be in flight while another one is planned; 0 waits for each.
 
         `tuner` sets the eviction's alpha while the engine runs, `tiers` keep what is evicted. `check` raises
-        `RequestError` for what the model cannot do.
+        `RequestError` for what the model cannot do; `mask_words` is the size of a constraint's mask.
         """
         self.options, self.cache, self.runner, self.clock = options, cache, runner, clock
         self.scheduler = Scheduler(options, cache)
         self.counters = cache.counters
-        self._completion = Completion(self.scheduler, self._forget)
+        self._follower = Follower(mask_words)
+        self._completion = Completion(self.scheduler, self._forget, self._follower)
         self._sequences: dict[str, Sequence] = {}
         self._flying: collections.deque[tuple[Plan, Any]] = collections.deque()
         self._deadlines = Deadlines()
         self._order = itertools.count()
         self._roots: dict[str, bytes] = {}
         self._ahead, self._tuner, self._check_model = ahead, tuner, check
+        self._last_loads: tuple[int | float, int] = (clock(), 0)
         self.tiers = tiers
         if tiers is not None:
             self.scheduler.prepare = self._prepare
@@ -76,6 +80,9 @@ class Core:
         now = self.clock()
         kind = classify(self.options.classes, len(request.tokens)).name
         sequence = Sequence(request, path or self._chain(request), now, next(self._order), kind)
+        error = None if request.constraint is None else self._follower.begin(sequence)
+        if error is not None:
+            raise RequestError(error)
         self._sequences[request.id] = sequence
         self.scheduler.waiting.push(sequence)
         self._deadlines.add(sequence)
@@ -95,6 +102,10 @@ class Core:
             f"request id {request.id!r} is in use; give each request an id of its own": request.id in self._sequences,
             "the prompt is empty, expected at least one token": not len(request.tokens),
             f"max_tokens is {request.max_tokens}, expected at least 1": request.max_tokens < 1,
+            f"min_tokens is {request.min_tokens}, expected 0 to max_tokens ({request.max_tokens})": not (
+                0 <= request.min_tokens <= request.max_tokens
+            ),
+            f"pin_seconds is {request.pin_seconds}, expected at least 0": request.pin_seconds < 0,
             f"prompt and max_tokens come to {whole} tokens, expected at most {limit} (max_length)": whole > limit,
             f"prompt and max_tokens come to {whole} tokens, all pages hold {fits}": whole - 1 > fits,
         }
@@ -160,6 +171,25 @@ class Core:
     def flush(self) -> int:
         """Drops every cached prefix; returns how many there were."""
         return self.cache.flush()
+
+    def release_session(self, session: str) -> int:
+        """Ends the pins of a session; returns how many prefixes were pinned."""
+        return self.cache.release_session(session)
+
+    def loads(self) -> Loads:
+        """How busy the engine is; cheap, and may be called from any thread."""
+        pages, size, now = self.cache.pages, self.cache.options.page_size, self.clock()
+        said, self._last_loads = self._last_loads, (now, self.counters.output_tokens)
+        return Loads(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            waiting_tokens=self.scheduler.waiting.tokens,
+            used_tokens=(pages.used - pages.idle) * size,
+            cached_tokens=pages.idle * size,
+            max_tokens=pages.capacity * size,
+            hit_rate=self.counters.hit_rate,
+            tokens_per_second=(self.counters.output_tokens - said[1]) / max(now - said[0], 1e-9),
+        )
 
     def check_books(self) -> None:
         """Raises `BooksError` unless every page and slot has the owners that its pool counts."""

@@ -40,6 +40,10 @@ class Stream:
         self._news = asyncio.Event()
         self._error: BaseException | None = None
         self._ended = False
+        self.dropped = False
+        """Whether it was ended because its reader was too slow."""
+        self.on_drop: Callable[[], None] = lambda: None
+        """Called in the stream's loop when that happens."""
 
     def __aiter__(self) -> AsyncIterator[Output]:
         """The stream itself; it can be read once."""
@@ -47,15 +51,21 @@ class Stream:
 
     async def _read(self) -> AsyncIterator[Output]:
         while True:
-            while self._outputs:
-                output = self._outputs.popleft()
+            for output in await self.batch():
                 yield output
                 if output.final is not None:
                     return
+
+    async def batch(self) -> list[Output]:
+        """Waits for news and takes all of it; the last output has the final record. Raises what ended the engine."""
+        while not self._outputs:
             if self._error is not None:
                 raise self._error
             self._news.clear()
             await self._news.wait()
+        outputs = list(self._outputs)
+        self._outputs.clear()
+        return outputs
 
     def cancel(self, reason: FinishReason = "abort") -> None:
         """Ends the request; the stream still gives its final record. Does nothing once it has ended."""
@@ -66,9 +76,11 @@ class Stream:
         """Called in the stream's loop."""
         self._ended |= output.final is not None
         self._outputs.append(output)
-        if len(self._outputs) > self._limit:
+        if len(self._outputs) > self._limit and not self.dropped:
             # A reader that does not keep up must not hold memory without end, nor stop the others.
+            self.dropped = True
             self.cancel()
+            self.on_drop()
         self._news.set()
 
     def fail(self, error: BaseException) -> None:
@@ -86,8 +98,12 @@ class Engine:
         *,
         stream_limit: int = 4096,
         on_crash: Callable[[BaseException], None] = lambda error: None,
+        on_step: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """`stream_limit`: outputs that may wait for a reader. `on_crash` is called in the engine's thread."""
+        """`stream_limit`: outputs that may wait for a reader.
+
+        `on_crash` and `on_step` (seconds that a step took) are called in the engine's thread.
+        """
         self.core = core
         self.beat = time.monotonic()
         """When the thread last finished a step or found nothing to do."""
@@ -95,7 +111,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
         self._stream_limit = stream_limit
-        self._on_crash = on_crash
+        self._on_crash, self._on_step = on_crash, on_step
         self._accepting, self._running = False, False
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
@@ -119,7 +135,11 @@ class Engine:
             self.core.submit(request)
             self._streams[request.id] = stream
 
-        await asyncio.wrap_future(self.call(enter))
+        try:
+            await asyncio.wrap_future(self.call(enter))
+        except asyncio.CancelledError:
+            self.cancel(request.id)
+            raise
         return stream
 
     def _require_accepting(self) -> None:
@@ -142,6 +162,9 @@ class Engine:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
         def run() -> None:
+            # Whoever asked may have gone meanwhile.
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except Exception as error:
@@ -190,8 +213,11 @@ class Engine:
         try:
             while self._running:
                 self._hear()
+                start, idle = time.monotonic(), self.core.idle
                 self._deliver(self.core.step())
                 self.beat = time.monotonic()
+                if not idle:
+                    self._on_step(self.beat - start)
         except BaseException as error:
             self._crash(error)
 

@@ -27,6 +27,13 @@ class Stored(NamedTuple):
     """Tokens of that shorter prefix."""
     end: int
     tier: Tier
+    units: tuple[Digest, ...] = ()
+    """Digests of the whole hash units from the one in which `start` lies to `end`.
+
+    Like their token ids, they are there once somebody has listened: a prefix may have a million tokens.
+    """
+    tokens: tuple[int, ...] = ()
+    """Their token ids, where the path knows them."""
 
 
 class Removed(NamedTuple):
@@ -46,19 +53,31 @@ class Events:
         self._latest: collections.deque[Stored | Removed] = collections.deque(maxlen=keep)
         self._listeners: list[Callable[[Stored | Removed], None]] = []
         self._sequence = itertools.count()
+        self.detailed = False
+        """Whether anybody has ever listened."""
 
     def listen(self, listener: Callable[[Stored | Removed], None]) -> Callable[[], None]:
         """Calls `listener` with every event from now on, in the engine's thread; returns what ends that."""
         self._listeners.append(listener)
+        self.detailed = True
         return lambda: self._listeners.remove(listener)
 
     def since(self, sequence: int) -> Iterator[Stored | Removed]:
         """The kept events numbered `sequence` or higher; a gap means that older ones are gone."""
         return (event for event in self._latest if event.sequence >= sequence)
 
-    def stored(self, name: Digest, parent: Digest, start: int, end: int, tier: Tier = "device") -> None:
-        """Announces a prefix."""
-        self._send(Stored(next(self._sequence), name, parent, start, end, tier))
+    def stored(
+        self,
+        name: Digest,
+        parent: Digest,
+        start: int,
+        end: int,
+        tier: Tier = "device",
+        units: tuple[Digest, ...] = (),
+        tokens: tuple[int, ...] = (),
+    ) -> None:
+        """Announces a prefix; the arguments are the fields of `Stored`."""
+        self._send(Stored(next(self._sequence), name, parent, start, end, tier, units, tokens))
 
     def removed(self, name: Digest, end: int, reason: Reason, tier: Tier = "device") -> None:
         """Withdraws a prefix."""

@@ -38,6 +38,7 @@ class Evictor:
         self._heap: list[tuple[float, int, Node]] = []
         self._count = itertools.count()
         self._scales = Scales()
+        self._now: int | float = 0.0
 
     def __len__(self) -> int:
         """Entries in the heap; some may be out of date."""
@@ -52,6 +53,8 @@ class Evictor:
     def score(self, node: Node) -> float:
         """The higher, the longer it stays."""
         recency = (node.last_used - self._scales.oldest) / self._scales.span
+        if node.pinned_until > self._now:
+            return recency + 100.0
         if node.superseded:
             # Below everything else, the oldest first.
             return recency - 100.0
@@ -70,6 +73,7 @@ class Evictor:
 
         `leaf`: only one whose pages go with it.
         """
+        self._now = now
         if now - self._scales.oldest > DRIFT * self._scales.span:
             self.rebuild(now)
         passed = []

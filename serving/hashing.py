@@ -76,6 +76,10 @@ class HashChain:
             start = index * self._unit
             self.units.append(self._digest(self._parent(index), start, start + self._unit))
 
+    def ids(self, start: int, end: int) -> tuple[int, ...]:
+        """Token ids `start` to `end`."""
+        return tuple(self._tokens[start:end])
+
     def tail(self, units: int, tokens: int) -> bytes:
         """See `Path.tail`; differs from the name of every complete unit."""
         start = units * self._unit

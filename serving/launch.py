@@ -1,15 +1,20 @@
 """From a loaded model and a few numbers to an engine that is ready to serve."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3jax import capacity
+from k3jax.logit_rules import mask_words
 from k3jax.runtime import Model
 from k3jax.sampling import Sampling, SamplingError
+from k3jax.speculation.drafters import DSparkDrafter
 from serving.alpha import AlphaTuner
 from serving.core import Core
 from serving.costs import ModelCost
@@ -17,7 +22,7 @@ from serving.plan import Shape
 from serving.prefix_cache import CacheOptions, PrefixCache
 from serving.request import Request, RequestError
 from serving.retention import Retention
-from serving.runner import JaxRunner, RunnerOptions, tokens_per_step
+from serving.runner import JaxRunner, RunnerOptions, drafter_of, tokens_per_step
 from serving.scheduler import SchedulerOptions
 from serving.tiering import TierOptions, Tiers
 
@@ -34,10 +39,12 @@ class Sizes:
     """Largest prefill chunk."""
     pages: int | None = None
     slots: int | None = None
-    cache_gib: float | None = None
-    """Memory of both pools, where `pages` and `slots` are not given."""
+    cache_gib: int | float | None = None
+    """Memory of both pools on each device, where `pages` and `slots` are not given."""
+    memory_fraction: int | float | None = None
+    """Instead: part of each device's memory for weights and pools together."""
     state_fraction: int | float = 0.5
-    """Part of `cache_gib` for KDA states."""
+    """Part of the pools' memory for KDA states."""
     page_size: int = 64
     prefix_match_unit: int = 64
     """Tokens per hash unit."""
@@ -72,13 +79,24 @@ def model_cost(model: Model) -> ModelCost:
     return ModelCost.of(model.config, latent_bytes=size, window_bytes=size)
 
 
-def divide(sizes: Sizes, cost: ModelCost, max_length: int) -> CacheOptions:
-    """Members of both pools, the dummies included. By default every row fits at full length, with four states each."""
+def footprint(model: Model, page_size: int) -> capacity.Footprint:
+    """Bytes of the model and of each member of the pools, per device."""
+    drafter = drafter_of(model)
+    draft = drafter.config if isinstance(drafter, DSparkDrafter) else None
+    options = {"layout": model.graph.layout, "dtype": jnp.dtype(model.dtype), "page_size": page_size, "draft": draft}
+    return capacity.footprint(model.config, **options)
+
+
+def divide(sizes: Sizes, each: capacity.Footprint, max_length: int) -> CacheOptions:
+    """Members of both pools, the dummies included. By default every row fits at full length, with four states each.
+
+    Raises `ValueError` where memory is short.
+    """
     pages, slots = sizes.pages, sizes.slots
-    if sizes.cache_gib is not None:
-        total = sizes.cache_gib * 2**30
-        pages = pages or int(total * (1 - sizes.state_fraction) / (cost.latent_bytes_per_token * sizes.page_size))
-        slots = slots or int(total * sizes.state_fraction / cost.state_bytes)
+    budget = _budget(sizes, each)
+    if budget is not None and (pages is None or slots is None):
+        pools = capacity.divide(each, budget, sizes.state_fraction)
+        pages, slots = pages or pools.pages - 1, slots or pools.slots - 1
     pages = pages or sizes.rows * -(-max_length // sizes.page_size)
     slots = slots or 4 * sizes.rows
     if slots < sizes.rows:
@@ -88,27 +106,49 @@ def divide(sizes: Sizes, cost: ModelCost, max_length: int) -> CacheOptions:
     return CacheOptions(pages=pages + 1, slots=slots + 1, page_size=sizes.page_size, unit=sizes.prefix_match_unit)
 
 
-def describe(cache: CacheOptions, cost: ModelCost) -> Iterator[str]:
-    """The memory plan, one line per pool."""
-    page, mib = cost.latent_bytes_per_token * cache.page_size, 2**20
+def _budget(sizes: Sizes, each: capacity.Footprint) -> int | float | None:
+    """Bytes per device for both pools, where they are not given in members."""
+    if sizes.cache_gib is not None:
+        return sizes.cache_gib * 2**30
+    if sizes.memory_fraction is None:
+        return None
+    known = jax.local_devices()[0].memory_stats()
+    if not known or "bytes_limit" not in known:
+        raise ValueError("memory_fraction is given but the device does not tell its memory; give cache_gib instead")
+    return sizes.memory_fraction * known["bytes_limit"] - each.weights - sizes.rows * each.row
+
+
+def describe(cache: CacheOptions, each: capacity.Footprint, rows: int) -> Iterator[str]:
+    """The memory plan, one line per part; bytes are those of one device."""
+    mib = 2**20
     tokens = (cache.pages - 1) * cache.page_size
-    total = cache.slots * cost.state_bytes
-    latents = cache.pages * page / mib
+    weights, total = each.weights / mib, (each.weights + rows * each.row + each.pools(cache.pages, cache.slots)) / mib
+    yield f"per device, of {each.devices}: {total:.1f} MiB, weights {weights:.1f} MiB, {rows} rows {rows * each.row / mib:.1f} MiB"
+    latents, states = cache.pages * each.page / mib, cache.slots * each.slot / mib
     yield f"latents: {cache.pages} pages of {cache.page_size} tokens, {latents:.1f} MiB for {tokens} tokens"
-    yield f"states: {cache.slots} slots of {cost.state_bytes / mib:.2f} MiB, {total / mib:.1f} MiB"
+    yield f"states: {cache.slots} slots of {each.slot / mib:.2f} MiB, {states:.1f} MiB"
 
 
-def checker(model: Model, stops: int) -> Callable[[Request], None]:
+def checker(model: Model, limits: RunnerOptions) -> Callable[[Request], None]:
     """What refuses a request that the model cannot serve."""
     vocab = model.config.vocab_size
+    top = min(limits.top, vocab)
 
     def check(request: Request) -> None:
         ids = np.asarray(request.tokens)
         bad = np.flatnonzero((ids < 0) | (ids >= vocab))
         if len(bad):
             raise RequestError(f"token {bad[0]} of the prompt is {ids[bad[0]]}, expected an id below {vocab}")
-        if len(request.stop_ids) > stops:
-            raise RequestError(f"{len(request.stop_ids)} stop ids were given, expected at most {stops}")
+        if len(request.stops) > limits.stops:
+            raise RequestError(f"{len(request.stops)} stop ids were given, expected at most {limits.stops}")
+        if len(request.logit_bias) > limits.biases:
+            raise RequestError(f"{len(request.logit_bias)} logit biases were given, expected at most {limits.biases}")
+        for token, value in request.logit_bias.items():
+            if not 0 <= token < vocab or not math.isfinite(value):
+                raise RequestError(f"logit_bias of {token} is {value}, expected a finite number for an id below {vocab}")
+        for name, count in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+            if count is not None and not 0 <= count <= top:
+                raise RequestError(f"{name} is {count}, expected 0 to {top} alternatives")
         try:
             Sampling.columns(1, **request.sampling)
         except SamplingError as error:
@@ -125,8 +165,8 @@ def launch(
     Raises `ValueError` (`RetentionError`) for numbers that do not fit together.
     """
     max_length = min(sizes.max_length or model.max_length, model.max_length)
-    cost = model_cost(model)
-    cache = divide(sizes, cost, max_length)
+    cost, each = model_cost(model), footprint(model, sizes.page_size)
+    cache = divide(sizes, each, max_length)
     kind, _, alpha = sizes.eviction.partition("=")
     if kind not in ("lru", "flop"):
         raise ValueError(f"eviction is {sizes.eviction!r}, expected lru, flop or flop=ALPHA")
@@ -143,7 +183,7 @@ def launch(
         model_id=str(model.path or ""),
     )
     scheduling.check(cache.unit)
-    for line in describe(cache, cost):
+    for line in describe(cache, each, sizes.rows):
         report(line)
     shapes = RunnerOptions.of(
         rows=sizes.rows,
@@ -163,7 +203,8 @@ def launch(
         runner,
         tuner=AlphaTuner(cache, cost, window=max(256, 4 * cache.slots)) if kind == "flop" and not alpha else None,
         tiers=_tiers(sizes, pools, runner),
-        check=checker(model, shapes.stops),
+        check=checker(model, shapes),
+        mask_words=mask_words(model.config.vocab_size),
     )
 
 

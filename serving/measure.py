@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from serving import answers
 from serving.core import Core
 from serving.costs import ModelCost
 from serving.hashing import HashChain, root_digest
@@ -61,7 +62,10 @@ def lookup(nodes: int = 100_000, tokens: int = 8192) -> float:
 
 
 class _Silent:
-    """A device that takes no time."""
+    """A device that takes no time. Its answers are converted as those of a real one."""
+
+    def __init__(self, rows: int) -> None:
+        self._answer = np.asarray([[7, 0, 1, 1]] * rows, np.int32)
 
     def dispatch(self, plan: Plan) -> Plan:
         return plan
@@ -71,7 +75,7 @@ class _Silent:
         return StepResult(
             [said if row.final else silent for row in ticket.prefill],
             [[True] * len(row.captures) for row in ticket.prefill],
-            [said] * len(ticket.decode),
+            answers.tokens(ticket, self._answer) if ticket.decode else [],
         )
 
 
@@ -79,10 +83,11 @@ def host_step(rows: int = 64, context: int = 8192) -> float:
     """Seconds of host work per decode step: plan, one step's results, and the array that is sent."""
     cache = PrefixCache(CacheOptions(pages=rows * 200, slots=2 * rows, page_size=64, unit=64), UNIT_COST)
     options = SchedulerOptions(rows=rows, token_budget=9000, shapes=(Shape(1, 8192),), max_length=16384)
-    core = Core(options, cache, _Silent())
+    core = Core(options, cache, _Silent(rows))
     rng = np.random.default_rng(0)
     for number in range(rows):
-        core.submit(Request(id=str(number), tokens=rng.integers(0, 99, context).tolist(), max_tokens=2000))
+        tokens = rng.integers(0, 99, context).tolist()
+        core.submit(Request(id=str(number), tokens=tokens, max_tokens=2000, eos_ids=(3, 4)))
     while any(not s.wants_decode for s in core.scheduler.running) or len(core.scheduler.running) < rows:
         core.step()
     tables = DecodeTables(rows, 256)

@@ -1,9 +1,11 @@
 """One step of the engine: what the scheduler decides, and what the device answers."""
 
 import dataclasses
+from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
 from serving.hashing import Digest
+from serving.request import Alternatives
 from serving.sequence import Sequence
 
 
@@ -42,7 +44,7 @@ class PrefillRow:
     source: int
     """Slot to start from: a cached one for the first chunk after a hit, otherwise the own one."""
     start: int
-    ids: list[int]
+    ids: Listing[int]
     final: bool
     """Whether a token is sampled after the chunk."""
     first: bool
@@ -52,8 +54,7 @@ class PrefillRow:
     table: list[int]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """The next tokens of one sequence: up to `tokens` of them where drafts may be accepted."""
 
     sequence: Sequence
@@ -82,6 +83,10 @@ class RowResult(NamedTuple):
     logprobs: list[float]
     finite: bool
     """False when the logits held a NaN or an infinity."""
+    top: list[Alternatives] | None = None
+    """Alternatives of each token, where the request wants them."""
+    prompt: list[tuple[float, Alternatives]] | None = None
+    """How likely each token after the chunk's first one was, where the request wants to know."""
 
 
 class StepResult(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from serving.costs import ModelCost
 from serving.events import Events, Reason
 from serving.eviction import Evictor
-from serving.hashing import Path
+from serving.hashing import Digest, HashChain, Path
 from serving.pools import Pool
 from serving.prefix_tree import Match, Node, PrefixTree
 from serving.stats import Counters, PoolUse
@@ -55,6 +55,8 @@ class PrefixCache:
         self.counters = Counters() if counters is None else counters
         self.spill = spill
         self.entries = 0
+        self._pinned: dict[Node, int | float] = {}
+        self._sessions: dict[str | None, list[Node]] = {}
         self._reused = {False: 0, True: 0}
 
     def match(self, path: Path, limit: int) -> Match:
@@ -103,8 +105,17 @@ class PrefixCache:
         self.counters.stored += 1
         self.evictor.add(node)
         base = next((above for above in node.ancestors() if above.slot), None)
-        self.events.stored(node.name, base.name if base else None, base.end if base else 0, node.end)
+        start = base.end if base else 0
+        units, ids = self._detail(path, start, node.end) if self.events.detailed else ((), ())
+        self.events.stored(node.name, base.name if base else None, start, node.end, units=units, tokens=ids)
         return node
+
+    def _detail(self, path: Path, start: int, end: int) -> tuple[tuple[Digest, ...], tuple[int, ...]]:
+        """Whole units from the one in which `start` lies to `end`, and their token ids."""
+        unit = self.options.unit
+        first, last = start // unit, end // unit
+        ids = path.ids(first * unit, last * unit) if isinstance(path, HashChain) else ()
+        return tuple(path.units[first:last]), ids
 
     def supersede(self, earlier: list[Node], end: Node) -> None:
         """A conversation went from `earlier` states to `end`: only one of them is likely to be its next start.
@@ -119,6 +130,31 @@ class PrefixCache:
             if node.slot and node is not (end if ends_pay else last) and node.branches <= 1:
                 node.superseded = True
                 self.evictor.add(node)
+
+    def pin(self, nodes: list[Node], now: int | float, until: int | float, session: str | None) -> None:
+        """Lets `nodes` be evicted after all others, up to `until`. A session's earlier pins end.
+
+        Pinned states may take half of all slots; what would exceed that is not pinned.
+        """
+        if session is not None:
+            self.release_session(session)
+        self._pinned = {node: end for node, end in self._pinned.items() if node.slot and end > now}
+        for node in nodes:
+            if node in self._pinned or len(self._pinned) < self.slots.capacity // 2:
+                self._pinned[node] = node.pinned_until = max(until, node.pinned_until)
+                self.evictor.add(node)
+                self._sessions.setdefault(session, []).append(node)
+        self._sessions.pop(None, None)
+
+    def release_session(self, session: str) -> int:
+        """Ends the pins of a session; returns how many there were."""
+        nodes = self._sessions.pop(session, [])
+        for node in nodes:
+            self._pinned.pop(node, None)
+            node.pinned_until = 0.0
+            if node.slot:
+                self.evictor.add(node)
+        return len(nodes)
 
     def purge(self, node: Node, reason: Reason) -> None:
         """Drops a prefix that must not be used again, if it is still there."""

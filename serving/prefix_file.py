@@ -2,13 +2,14 @@
 
 import dataclasses
 import hashlib
+import io
 import json
 from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 
-from serving.device import Piece
+from serving.transfer import Piece
 
 
 class DamagedPrefix(ValueError):
@@ -56,18 +57,37 @@ class Prefix:
             digest.update(np.ascontiguousarray(array).view(np.uint8))
         return digest.hexdigest()
 
-    def save(self, path: FilePath) -> None:
-        """Writes one file: a line of JSON, then the arrays. A file that exists is complete."""
+    def write(self, file: Any) -> None:
+        """A line of JSON, then the arrays."""
         header = {
             "kinds": [len(self.latents), len(self.states)],
             "arrays": [[str(array.dtype), list(array.shape)] for array in self.arrays],
             "sha256": self.checksum(),
         }
+        file.write(json.dumps(header).encode() + b"\n")
+        for array in self.arrays:
+            file.write(np.ascontiguousarray(array).tobytes())
+
+    @classmethod
+    def read(cls, file: Any) -> "Prefix":
+        """Reads what `write` wrote. Raises `DamagedPrefix` for anything else."""
+        try:
+            header = json.loads(file.readline())
+            arrays = [_read(file, dtype, shape) for dtype, shape in header["arrays"]]
+            latents, states = header["kinds"]
+            checksum = header["sha256"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DamagedPrefix(f"cannot be read as a prefix ({error})") from error
+        prefix = cls(arrays[:latents], arrays[latents : latents + states], arrays[latents + states :])
+        if prefix.checksum() != checksum:
+            raise DamagedPrefix("the checksum differs from the one in its header; the file is damaged")
+        return prefix
+
+    def save(self, path: FilePath) -> None:
+        """Writes one file. A file that exists is complete."""
         part = path.with_suffix(".part")
         with part.open("wb") as file:
-            file.write(json.dumps(header).encode() + b"\n")
-            for array in self.arrays:
-                file.write(np.ascontiguousarray(array).tobytes())
+            self.write(file)
         part.rename(path)
 
     @classmethod
@@ -75,15 +95,22 @@ class Prefix:
         """Reads what `save` wrote. Raises `DamagedPrefix` for anything else."""
         try:
             with path.open("rb") as file:
-                header = json.loads(file.readline())
-                arrays = [_read(file, dtype, shape) for dtype, shape in header["arrays"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DamagedPrefix(f"{path}: cannot be read as a prefix ({error})") from error
-        latents, states = header["kinds"]
-        prefix = cls(arrays[:latents], arrays[latents : latents + states], arrays[latents + states :])
-        if prefix.checksum() != header["sha256"]:
-            raise DamagedPrefix(f"{path}: the checksum differs from the one in its header; the file is damaged")
-        return prefix
+                return cls.read(file)
+        except OSError as error:
+            raise DamagedPrefix(f"{path}: cannot be read as a prefix ({error.strerror})") from error
+        except DamagedPrefix as error:
+            raise DamagedPrefix(f"{path}: {error}") from error
+
+    def to_bytes(self) -> bytes:
+        """What `save` would write."""
+        buffer = io.BytesIO()
+        self.write(buffer)
+        return buffer.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Prefix":
+        """Reads what `to_bytes` gave. Raises `DamagedPrefix` for anything else."""
+        return cls.read(io.BytesIO(data))
 
 
 def _read(file: Any, dtype: str, shape: list[int]) -> np.ndarray:

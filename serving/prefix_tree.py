@@ -36,6 +36,8 @@ class Node:
     hits: int = 0
     is_end: bool = False
     """Whether the state was left at the end of an answer, not inside a prompt."""
+    pinned_until: int | float = 0.0
+    """Evicted after all others before this time."""
     superseded: bool = False
     """Whether the only request that used it has left a later state."""
 
@@ -106,7 +108,8 @@ class PrefixTree:
         node, trail, units, at = self.root, [self.root], path.units, 0
         while at < len(units) and (child := node.children.get(units[at])) is not None:
             size = len(child.units)
-            if child.units != units[at : at + size]:
+            # A chain: the last digest says that all before it are equal.
+            if at + size > len(units) or child.units[-1] != units[at + size - 1]:
                 return trail, at + _common(child.units, units, at)
             node, at = child, at + size
             trail.append(node)
@@ -147,7 +150,7 @@ class PrefixTree:
         if node.slot:
             return None
         self.slots.hand_over(slot)
-        node.slot, node.last_used, node.is_end, node.superseded = slot, now, False, False
+        node.slot, node.last_used, node.is_end, node.superseded, node.pinned_until = slot, now, False, False, 0.0
         return node
 
     def _node_at(self, path: Path, depth: int, table: list[int]) -> Node:
@@ -160,7 +163,7 @@ class PrefixTree:
                 node.children[units[at]] = self._new(node, depth * self.unit, units[at:depth], table)
                 return node.children[units[at]]
             size = min(len(child.units), depth - at)
-            common = size if child.units[:size] == units[at : at + size] else _common(child.units, units, at)
+            common = size if child.units[size - 1] == units[at + size - 1] else _common(child.units, units, at)
             node = child if common == len(child.units) else self._split(child, common)
             at += common
         return node

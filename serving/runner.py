@@ -9,13 +9,15 @@ import jax
 import numpy as np
 
 from k3jax.generation.compilations import Compilations
+from k3jax.logit_rules import LogitRules, mask_words
 from k3jax.runtime import Model
 from k3jax.sampling import History, Sampling
-from k3jax.speculation.drafters import DSparkDrafter
-from serving import device, upload
+from k3jax.speculation.drafters import DSparkDrafter, NgramDrafter
+from serving import answers, device, transfer, upload
 from serving.plan import DecodeRow, Plan, PrefillRow, RowResult, Shape, StepResult
 from serving.prefix_cache import CacheOptions
 from serving.prefix_file import Prefix
+from serving.sequence import Sequence as Running
 
 TRANSFER_PAGES = 16
 """Pages per call when a prefix moves between device and host."""
@@ -32,6 +34,12 @@ class RunnerOptions:
     """Page-table widths; the longest sequence must fit the last one."""
     stops: int = 8
     """Stop ids of a row."""
+    biases: int = 300
+    """Logit biases of a row."""
+    top: int = 20
+    """Alternatives that a request may ask for."""
+    mask_group: int = 8
+    """Masks that are sent at a time."""
 
     @classmethod
     def of(
@@ -49,17 +57,17 @@ class Ticket(NamedTuple):
     """Answers on their way to the host."""
 
     plan: Plan
-    prefill: jax.Array | None
-    decode: jax.Array | None
+    prefill: device.Prefilled | None
+    decode: device.Decoded | None
 
 
-def drafter_of(model: Model) -> DSparkDrafter | None:
-    """The model's draft. Raises `NotImplementedError` for drafters that know nothing of a cached prefix."""
+def drafter_of(model: Model) -> device.Drafter | None:
+    """The model's draft. Raises `NotImplementedError` for drafters that cannot be told of a cached prefix."""
     drafter = None if model.draft is None else model.draft.drafter
-    if drafter is not None and not isinstance(drafter, DSparkDrafter):
+    if drafter is not None and not isinstance(drafter, DSparkDrafter | NgramDrafter):
         raise NotImplementedError(
-            f"drafting with {type(drafter).__name__} is not served: its context is not on pages, so a cached prefix "
-            "would be unknown to it; use a DSpark draft or none"
+            f"drafting with {type(drafter).__name__} is not served: its context is neither on pages nor a text, so a "
+            "cached prefix would be unknown to it; use a DSpark draft, prompt lookup or none"
         )
     return drafter
 
@@ -67,7 +75,9 @@ def drafter_of(model: Model) -> DSparkDrafter | None:
 def tokens_per_step(model: Model) -> int:
     """Most tokens that a row gets in a step."""
     drafter = drafter_of(model)
-    return 1 if drafter is None else drafter.config.block_size + 1
+    if drafter is None:
+        return 1
+    return 1 + (drafter.block_size if isinstance(drafter, NgramDrafter) else drafter.config.block_size)
 
 
 class JaxRunner:
@@ -87,21 +97,35 @@ class JaxRunner:
     def new_state(self) -> device.DeviceState:
         """Empty pools and rows."""
         model, rows = self.model, self.options.rows
-        sizes = self.cache_options
+        sizes, vocab = self.cache_options, self.model.config.vocab_size
         small = {
             "token": np.zeros(rows, np.int32),
             "alive": np.zeros(rows, bool),
             "params": Sampling.of(rows),
-            "history": History.of([[]] * rows, model.config.vocab_size),
+            "history": History.of([[]] * rows, vocab),
             "stop_ids": np.full((rows, self.options.stops), -1, np.int32),
+            "rules": LogitRules.none(rows, vocab, self.options.biases),
+            "wants_top": np.zeros(rows, bool),
             "length": np.zeros(rows, np.int32),
             "remaining": np.zeros(rows, np.int32),
             "context": (),
         }
-        if self._drafter is not None:
+        if isinstance(self._drafter, NgramDrafter):
+            small["text"] = self._drafter.create(rows, self._longest)
+        if isinstance(self._drafter, DSparkDrafter):
             small["context"] = self._drafter.create(pages=sizes.pages, page_size=sizes.page_size, dtype=model.dtype)
         cache = model.new_cache(sizes.slots - 1, sizes.pages - 1, sizes.page_size)
         return device.DeviceState(cache=cache, **model.place(small))
+
+    @property
+    def _longest(self) -> int:
+        """Tokens that the widest page table holds."""
+        return self.options.widths[-1] * self.cache_options.page_size
+
+    @property
+    def top(self) -> int:
+        """Alternatives that the programs give."""
+        return min(self.options.top, self.model.config.vocab_size)
 
     @property
     def compilations(self) -> int:
@@ -117,7 +141,7 @@ class JaxRunner:
             self._timed(
                 report, f"decode {self.options.rows}, {width} pages", lambda width=width: self._decode([], width)
             )
-        self._timed(report, "remember", lambda: self._remember(0, np.zeros(self.model.config.vocab_size, np.int32)))
+        self._timed(report, "settings of a row", self._warm_up_settings)
         self._timed(report, "move prefixes", self._warm_up_transfer)
         self._watch.__enter__()
         self._warm = True
@@ -143,36 +167,61 @@ class JaxRunner:
         if plan.prefill:
             assert plan.shape is not None
             for row in plan.prefill:
-                if row.first and upload.has_penalties(row.sequence.request):
-                    self._remember(row.row, upload.history_words(row, self.model.config.vocab_size))
+                if row.first:
+                    self._introduce(row)
+            self._send_masks([row.sequence for row in plan.prefill if row.final])
             width = self._width(max(len(row.table) for row in plan.prefill))
             prefill = self._prefill(plan.prefill, plan.shape, width)
         if plan.decode:
+            self._send_masks([row.sequence for row in plan.decode])
             decode = self._decode(plan.decode, self._width(max(len(row.table) for row in plan.decode)))
-        for answer in (prefill, decode):
-            if answer is not None:
-                answer.copy_to_host_async()
+        for array in answers.wanted(plan, prefill, decode):
+            array.copy_to_host_async()
         return Ticket(plan, prefill, decode)
+
+    def _introduce(self, row: PrefillRow) -> None:
+        """What a new row needs on the device and most requests do without."""
+        request = row.sequence.request
+        if upload.has_penalties(request):
+            self._remember(row.row, upload.history_words(row, self.model.config.vocab_size))
+        if request.logit_bias:
+            packed = upload.bias(row.row, request, self.options.biases)
+            self.state = device.set_bias(self.state, self.model.place(packed))
+        if isinstance(self._drafter, NgramDrafter) and row.start:
+            self._set_text(row.row, row.sequence.ids(0, row.start))
+
+    def _set_text(self, row: int, known: list[int]) -> None:
+        ids = np.full(self._longest, -1, np.int32)
+        ids[: len(known)] = known
+        self.state = device.set_text(self.state, *self.model.place((np.asarray(row, np.int32), ids)))
+
+    def _send_masks(self, sequences: list[Running]) -> None:
+        ruled = [s for s in sequences if s.request.constraint is not None]
+        group, words = self.options.mask_group, mask_words(self.model.config.vocab_size)
+        for start in range(0, len(ruled), group):
+            packed = upload.masks(ruled[start : start + group], group, self.options.rows, words)
+            self.state = device.set_masks(self.state, self.model.place(packed))
 
     def _width(self, pages: int) -> int:
         return next(width for width in self.options.widths if width >= pages)
 
-    def _prefill(self, rows: Sequence[PrefillRow], shape: Shape, width: int) -> jax.Array:
-        layout = device.Layout(shape.rows, shape.tokens, width, self.options.captures, self.options.stops)
+    def _prefill(self, rows: Sequence[PrefillRow], shape: Shape, width: int) -> device.Prefilled:
+        layout = device.Layout(shape.rows, shape.tokens, width, self.options.captures, self.options.stops, self.top)
         packed = self.model.place(upload.prefill(rows, layout))
         draft = () if self.model.draft is None else self.model.draft.leaves
         args = (self.model.graph, self.model.leaves, self.state, packed, draft)
         self.state, answer = device.prefill(*args, layout=layout, drafter=self._drafter)
         return answer
 
-    def _decode(self, rows: Sequence[DecodeRow], width: int) -> jax.Array:
+    def _decode(self, rows: Sequence[DecodeRow], width: int) -> device.Decoded:
         packed = self.model.place(self._tables.pack(rows, width))
         args = (self.model.graph, self.model.leaves, self.state, packed)
         draft = self.model.draft
         if draft is None:
-            self.state, answer = device.decode(*args)
+            self.state, answer = device.decode(*args, top=self.top)
         else:
-            self.state, answer = device.speculate(*args, draft.leaves, drafter=self._drafter, rule=draft.rule)
+            drafting = {"drafter": self._drafter, "rule": draft.rule, "widths": draft.widths, "top": self.top}
+            self.state, answer = device.speculate(*args, draft.leaves, **drafting)
         return answer
 
     def _remember(self, row: int, words: np.ndarray) -> None:
@@ -180,15 +229,8 @@ class JaxRunner:
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Waits for a step's answers."""
-        prefill = _Answers(ticket.prefill)
-        decode = (
-            _Answers(ticket.decode) if self._drafter is None else _Blocks(ticket.decode, tokens_per_step(self.model))
-        )
-        return StepResult(
-            [prefill.row(n) for n in range(len(ticket.plan.prefill))],
-            [prefill.captures(n, len(row.captures)) for n, row in enumerate(ticket.plan.prefill)],
-            [decode.row(row.row) for row in ticket.plan.decode],
-        )
+        blocks = self._drafter is not None
+        return answers.read(ticket.plan, ticket.prefill, ticket.decode, blocks=blocks, top=self.top)
 
     # Prefixes that leave the device and come back.
 
@@ -197,7 +239,7 @@ class JaxRunner:
         pieces = []
         for start in range(0, max(len(pages), 1), TRANSFER_PAGES):
             chunk = pages[start : start + TRANSFER_PAGES]
-            pieces.append(device.read_prefix(self.state.cache, self.state.context, *self._places(chunk, slot)))
+            pieces.append(transfer.read_prefix(self.state.cache, self.state.context, *self._places(chunk, slot)))
         for piece in pieces:
             jax.tree.map(lambda array: array.copy_to_host_async(), piece)
         return Reading(pieces, len(pages))
@@ -207,12 +249,22 @@ class JaxRunner:
         for start in range(0, max(len(pages), 1), TRANSFER_PAGES):
             chunk = pages[start : start + TRANSFER_PAGES]
             piece = self.model.place(prefix.piece(start, TRANSFER_PAGES))
-            self.state = device.write_prefix(self.state, piece, *self._places(chunk, slot))
+            self.state = transfer.write_prefix(self.state, piece, *self._places(chunk, slot))
 
     def _places(self, pages: list[int], slot: int) -> tuple[jax.Array, jax.Array]:
         padded = np.zeros(TRANSFER_PAGES, np.int32)
         padded[: len(pages)] = pages
         return self.model.place((padded, np.asarray(slot, np.int32)))
+
+    def _warm_up_settings(self) -> None:
+        vocab, rows = self.model.config.vocab_size, self.options.rows
+        self._remember(0, np.zeros(vocab, np.int32))
+        none = np.zeros(1 + 2 * self.options.biases, np.int32)
+        self.state = device.set_bias(self.state, self.model.place(none))
+        masks = upload.masks([], self.options.mask_group, rows, mask_words(vocab))
+        self.state = device.set_masks(self.state, self.model.place(masks))
+        if isinstance(self._drafter, NgramDrafter):
+            self._set_text(0, [])
 
     def _warm_up_transfer(self) -> None:
         self.write(self.read([0], 0).finish(), [0], 0)
@@ -221,42 +273,9 @@ class JaxRunner:
 class Reading:
     """A prefix on its way to the host."""
 
-    def __init__(self, pieces: list[device.Piece], pages: int) -> None:
+    def __init__(self, pieces: list[transfer.Piece], pages: int) -> None:
         self._pieces, self._pages = pieces, pages
 
     def finish(self) -> Prefix:
         """Waits for it."""
         return Prefix.join([jax.tree.map(np.asarray, piece) for piece in self._pieces], self._pages)
-
-
-class _Answers:
-    """An answer of `device.Answer.pack` as Python numbers, converted at once: row by row costs ten times as much."""
-
-    def __init__(self, packed: jax.Array | None) -> None:
-        host = np.zeros((0, 4), np.int32) if packed is None else np.asarray(packed)
-        self._numbers: list[list[int]] = host.tolist()
-        self._logprobs: list[float] = np.ascontiguousarray(host[:, 1]).view(np.float32).tolist()
-
-    def row(self, index: int) -> RowResult:
-        """The token of a row, if it has one."""
-        token, _, valid, finite = self._numbers[index][:4]
-        return RowResult([token], [self._logprobs[index]], finite != 0) if valid else RowResult([], [], finite != 0)
-
-    def captures(self, index: int, count: int) -> list[bool]:
-        """Whether the first `count` captured states of a row are finite."""
-        return [finite != 0 for finite in self._numbers[index][4 : 4 + count]]
-
-
-class _Blocks:
-    """An answer of `device.speculate` as Python numbers."""
-
-    def __init__(self, packed: jax.Array | None, width: int) -> None:
-        host = np.zeros((0, 2 + 2 * width), np.int32) if packed is None else np.asarray(packed)
-        self._flags: list[list[int]] = host[:, :2].tolist()
-        self._tokens: list[list[int]] = host[:, 2 : 2 + width].tolist()
-        self._logprobs: list[list[float]] = np.ascontiguousarray(host[:, 2 + width :]).view(np.float32).tolist()
-
-    def row(self, index: int) -> RowResult:
-        """The tokens of a row."""
-        count, finite = self._flags[index]
-        return RowResult(self._tokens[index][:count], self._logprobs[index][:count], finite != 0)

@@ -102,13 +102,17 @@ class Scheduler:
 
     def _plan_decode(self, now: int | float, stride: int) -> Decoding:
         rows: Decoding = {}
+        page = self.cache.options.page_size
         # A copy: a row may push out later ones, which then do not want to decode any more.
         for sequence in self.running.copy():
             if not sequence.wants_decode:
                 continue
-            tokens = min(stride, sequence.request.max_tokens - sequence.sampled)
-            start = sequence.length
-            if self._grow(sequence, start + tokens, now, rows):
+            left = sequence.max_tokens - sequence.sampled
+            tokens = stride if stride < left else left
+            if sequence.followed and sequence.request.constraint is not None:
+                tokens = 1
+            start, held = sequence.length, len(sequence.pages) * page
+            if start + tokens <= held or self._grow(sequence, start + tokens, now, rows):
                 rows[sequence] = DecodeRow(sequence, sequence.row, sequence.slot, start, sequence.pages, tokens)
                 sequence.length += tokens
                 sequence.sampled += tokens
@@ -172,8 +176,11 @@ class Scheduler:
         return self.running[-1].request.priority > sequence.request.priority
 
     def _awaits_capture(self, sequence: Sequence) -> bool:
-        """Whether a state that the sequence could start from is on its way: then it waits for it."""
-        if not self.holdings.capturing or not self.options.prefix_caching:
+        """Whether a state that the sequence could start from is on its way: then it waits for it.
+
+        On its way are states of steps in flight, and those that prefills of no lower priority will leave.
+        """
+        if not self.options.prefix_caching or sequence.wants_prompt:
             return False
         limit, unit, units = sequence.known - 1, self.cache.options.unit, sequence.path.units
         coming = [
@@ -181,13 +188,19 @@ class Scheduler:
             for capture in self.holdings.capturing
             if capture.tokens <= limit and units[capture.tokens // unit - 1] == capture.name
         ]
-        return bool(coming) and max(coming) > self.cache.match(sequence.path, limit).tokens
+        for other in self.running:
+            if other.phase is Phase.PREFILL and other.request.priority <= sequence.request.priority:
+                at = bisect.bisect_right(other.boundaries, limit)
+                shared = (b for b in reversed(other.boundaries[:at]) if units[b // unit - 1] == other.path.units[b // unit - 1])
+                coming.append(next(shared, 0))
+        furthest = max(coming, default=0)
+        return furthest > 0 and furthest > self.cache.match(sequence.path, limit).tokens
 
     def _start(self, sequence: Sequence, now: int | float) -> bool:
         """Gives a waiting sequence its memory and its row; False when memory is short."""
         reach = 0
         hit = None
-        if self.options.prefix_caching:
+        if self.options.prefix_caching and not sequence.wants_prompt:
             match = self.cache.match(sequence.path, sequence.known - 1)
             hit, reach = self.cache.hold(match, now), match.reach
         if not self.holdings.begin(sequence, hit, now):
@@ -198,6 +211,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         sequence.phase, sequence.row, sequence.fresh = Phase.PREFILL, self._rows.pop(), True
         sequence.source, sequence.sampled = hit, len(sequence.outputs)
+        sequence.prompt.clear()
         sequence.boundaries = self._boundaries(sequence, reach)
         self._account(sequence, now)
         return True

@@ -2,11 +2,14 @@
 
 import dataclasses
 import enum
+from collections.abc import Sequence as Listing
+
+import numpy as np
 
 from serving.hashing import Path
 from serving.prefix_cache import Hit
 from serving.prefix_tree import Node
-from serving.request import Final, FinishReason, Output, Request
+from serving.request import Alternatives, Final, FinishReason, Output, PromptLogprobs, Request
 
 
 class Phase(enum.Enum):
@@ -29,6 +32,14 @@ class Sequence:
     """Number of the submission; breaks ties."""
     kind: str
     """Name of its request class."""
+    id: str = dataclasses.field(init=False)
+    max_tokens: int = dataclasses.field(init=False)
+    stops: frozenset[int] = dataclasses.field(init=False)
+    """Tokens that end the answer."""
+    followed: bool = dataclasses.field(init=False)
+    """Whether something of the request's own looks at each token."""
+    plain: bool = dataclasses.field(init=False)
+    """Whether the request wants nothing but tokens."""
     outputs: list[int] = dataclasses.field(default_factory=list)
     """Every sampled token that the host knows."""
     phase: Phase = Phase.WAITING
@@ -58,10 +69,26 @@ class Sequence:
 
     source: Hit | None = None
     """The prefix that it started from; purged if the sequence turns out not to be finite."""
+    mask: np.ndarray | None = None
+    """What the constraint allows next, as int32 words; None allows everything."""
+    prompt: list[tuple[float, Alternatives]] = dataclasses.field(default_factory=list)
+    """How likely the prompt's tokens were, from the second one on, as far as it has been computed."""
+    prompt_told: bool = False
+    """Whether that has been handed on."""
+    drafted: int = 0
+    accepted: int = 0
     cached_tokens: int = -1
     preemptions: int = 0
     started: int | float = -1.0
     first_token: int | float = -1.0
+
+    def __post_init__(self) -> None:
+        """Looks up once what each token asks for."""
+        self.stops = frozenset(self.request.stops)
+        request = self.request
+        self.id, self.max_tokens = request.id, request.max_tokens
+        self.followed = request.constraint is not None or request.stop_checker is not None
+        self.plain = not self.followed and request.logprobs is None and request.prompt_logprobs is None
 
     @property
     def rank(self) -> tuple[int, float, int]:
@@ -85,15 +112,36 @@ class Sequence:
 
     @property
     def wants_decode(self) -> bool:
-        """Whether another token is to be sampled."""
-        return self.phase is Phase.DECODE and self.sampled < self.request.max_tokens
+        """Whether another token is to be sampled now. A mask depends on the token before."""
+        if self.phase is not Phase.DECODE or self.sampled >= self.max_tokens:
+            return False
+        return self.request.constraint is None or not self.in_flight
 
-    def ids(self, start: int, end: int) -> list[int]:
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether the log-probabilities of the prompt are still to be computed."""
+        return self.request.prompt_logprobs is not None and not self.prompt_told
+
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Those of the prompt, once."""
+        if not self.wants_prompt:
+            return None
+        self.prompt_told = True
+        known = self.prompt[: self.prompt_tokens - 1]
+        count = self.request.prompt_logprobs or 0
+        top = [Alternatives(best.tokens[:count], best.logprobs[:count]) for _, best in known]
+        return PromptLogprobs([None, *(value for value, _ in known)], [None, *top])
+
+    def ids(self, start: int, end: int) -> Listing[int]:
         """Known tokens `start` to `end`."""
         prompt = self.prompt_tokens
+        if end <= prompt:
+            return self.request.tokens[start:end]
         return [*self.request.tokens[start:end], *self.outputs[max(start - prompt, 0) : max(end - prompt, 0)]]
 
-    def final(self, reason: FinishReason, now: int | float, error: str | None = None) -> Final:
+    def final(
+        self, reason: FinishReason, now: int | float, error: str | None = None, matched: int | str | None = None
+    ) -> Final:
         """The closing record."""
         return Final(
             finish_reason=reason,
@@ -105,6 +153,9 @@ class Sequence:
             first_token_seconds=(self.first_token if self.first_token >= 0 else now) - self.arrival,
             total_seconds=now - self.arrival,
             error=error,
+            matched=matched,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
         )
 
     def ending(self, reason: FinishReason, now: int | float, error: str | None = None) -> Output:

@@ -52,6 +52,29 @@ class PoolUse:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """How busy an engine is, for whoever spreads requests over several."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    """Prompt tokens of waiting requests."""
+    used_tokens: int
+    """Rows of pages that running requests hold."""
+    cached_tokens: int
+    """Rows of pages that only the prefix cache holds."""
+    max_tokens: int
+    hit_rate: int | float
+    tokens_per_second: int | float
+    """Output tokens since the last call."""
+
+    @property
+    def usage(self) -> float:
+        """Part of the token rows that running requests hold."""
+        return self.used_tokens / self.max_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """A snapshot of the engine."""
 

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from serving.device import SETTINGS, Layout, PrefillInput
+from serving.device import BIASED, CONSTRAINED, PROMPT, SETTINGS, TOP, Layout, PrefillInput
 from serving.plan import DecodeRow, PrefillRow
 from serving.request import Request
+from serving.sequence import Sequence as Running
 
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Penalties that change nothing."""
@@ -46,7 +47,7 @@ def prefill(rows: Sequence[PrefillRow], layout: Layout) -> np.ndarray:
     ends = np.cumsum(widths)
     for numbers, row in zip(packed, rows):
         left = row.sequence.request.max_tokens - len(row.sequence.outputs)
-        scalars = (row.row, row.slot, row.source, row.start, len(row.ids), row.final, *row.copy, left)
+        scalars = (row.row, row.slot, row.source, row.start, len(row.ids), row.final, *row.copy, left, *_wishes(row))
         numbers[: len(scalars)] = scalars
         fields = (
             settings(row.sequence.request),
@@ -62,7 +63,44 @@ def prefill(rows: Sequence[PrefillRow], layout: Layout) -> np.ndarray:
 
 
 def _stops(request: Request, width: int) -> list[int]:
-    return [*request.stop_ids, *[-1] * (width - len(request.stop_ids))]
+    stops = request.stops
+    return [*stops, *[-1] * (width - len(stops))]
+
+
+def _wishes(row: PrefillRow) -> tuple[int, int, int]:
+    """`min_length`, `wants` and `following` of a chunk."""
+    sequence, request = row.sequence, row.sequence.request
+    end = row.start + len(row.ids)
+    wants = (
+        (BIASED if request.logit_bias else 0)
+        | (CONSTRAINED if request.constraint is not None else 0)
+        | (TOP if request.logprobs else 0)
+        | (PROMPT if sequence.wants_prompt else 0)
+    )
+    following = sequence.ids(end, end + 1) if sequence.wants_prompt else None
+    return (sequence.prompt_tokens + request.min_tokens if request.min_tokens else 0), wants, (following or [0])[0]
+
+
+def bias(row: int, request: Request, width: int) -> np.ndarray:
+    """int32 [1 + 2 K]: the columns of `device.set_bias`."""
+    packed = np.zeros(1 + 2 * width, np.int32)
+    packed[0], packed[1 : 1 + width] = row, -1
+    count = len(request.logit_bias)
+    packed[1 : 1 + count] = list(request.logit_bias)
+    values = np.asarray(list(request.logit_bias.values()), np.float32)
+    packed[1 + width : 1 + width + count] = values.view(np.int32)
+    return packed
+
+
+def masks(sequences: Sequence[Running], group: int, batch: int, words: int) -> np.ndarray:
+    """int32 [group, 1 + W]: the columns of `device.set_masks`."""
+    packed = np.full((group, 1 + words), -1, np.int32)
+    packed[:, 0] = batch
+    for numbers, sequence in zip(packed, sequences, strict=False):
+        numbers[0] = sequence.row
+        if sequence.mask is not None:
+            numbers[1:] = sequence.mask
+    return packed
 
 
 class DecodeTables:

@@ -87,6 +87,7 @@ class DSparkConfig:
 
     vocab_size: int
     draft_vocab_size: int
+    """Tokens that the draft can propose; fewer than `vocab_size` need a table of the target's ids (`d2t`)."""
     hidden_size: int
     target_hidden_size: int
     intermediate_size: int
@@ -115,8 +116,6 @@ class DSparkConfig:
         """Why this is not a draft of `target`, one sentence each."""
         if self.vocab_size != target.vocab_size:
             yield f"vocab_size is {self.vocab_size}, the target's is {target.vocab_size}"
-        if self.draft_vocab_size != self.vocab_size:
-            yield f"draft_vocab_size is {self.draft_vocab_size}, a reduced draft vocabulary is not implemented"
         if self.target_hidden_size != target.hidden_size:
             yield f"target_hidden_size is {self.target_hidden_size}, the target's hidden_size is {target.hidden_size}"
         if self.target_layer_ids[-1] >= target.num_layers:
@@ -302,6 +301,8 @@ class _Reader:
         for name in ("vocab_size", "block_size", "markov_rank"):
             if not isinstance(values[name], int) or values[name] < 1:
                 self.problems.append(f"{name} is {values[name]!r}, expected at least 1")
-        mask, vocab = values["mask_token_id"], values["vocab_size"]
+        mask, vocab, own = (values[name] for name in ("mask_token_id", "vocab_size", "draft_vocab_size"))
+        if isinstance(own, int) and isinstance(vocab, int) and not 0 < own <= vocab:
+            self.problems.append(f"draft_vocab_size is {own}, expected 1 to vocab_size {vocab}")
         if isinstance(mask, int) and isinstance(vocab, int) and not 0 <= mask < vocab:
             self.problems.append(f"mask_token_id is {mask}, expected an id below vocab_size {vocab}")

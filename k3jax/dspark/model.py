@@ -24,6 +24,10 @@ Pools = tuple[Float[Array, "pages page L"], ...]
 """Context rows of each draft layer, paged like the target's latents."""
 
 
+TARGET_IDS = "target_ids"
+"""Parameter of a draft with a vocabulary of its own: int32 [draft vocabulary], the target's id of each token."""
+
+
 class Draft(NamedTuple):
     """What a block was drafted from; row k predicts the token k + 1 places after the anchor."""
 
@@ -68,7 +72,10 @@ class DraftLayer(nnx.Module):
 
 
 class DSpark(nnx.Module):
-    """A draft. Without an embedding and head of its own it uses the target's, given at each call."""
+    """A draft. Without an embedding and head of its own it uses the target's, given at each call.
+
+    With a reduced vocabulary its logits are over its own ids; tokens that come in and go out have the target's.
+    """
 
     def __init__(self, config: DSparkConfig, parameters: Tree) -> None:
         self.config = config
@@ -80,8 +87,14 @@ class DSpark(nnx.Module):
         self.layers = nnx.List([DraftLayer(config, layers[str(i)]) for i in range(config.num_layers)])
         self.norm = RmsNorm(parameters["norm"], config.norm_eps)
         self.markov = MarkovHead(config, parameters["markov"])
-        optional = {name: parameters.get(name) for name in ("embedding", "head", "confidence", "confidence_bias")}
+        names = ("embedding", "head", "confidence", "confidence_bias", TARGET_IDS)
+        optional = {name: parameters.get(name) for name in names}
         self.optional = nnx.Dict({name: nnx.Param(array) for name, array in optional.items() if array is not None})
+
+    @property
+    def borrows(self) -> tuple[str, ...]:
+        """What it takes from the target: embedding, head, or both."""
+        return tuple(name for name in ("embedding", "head") if name not in self.optional)
 
     def context(self, taps: Float[Array, "B T F"]) -> Float[Array, "B T D"]:
         """Concatenated taps as the input of every layer's context keys and values."""
@@ -145,19 +158,30 @@ class DSpark(nnx.Module):
         anchor: Int32[Array, " B"],
         choose: Callable[[int, Float[Array, "B V"]], Int32[Array, " B"]],
     ) -> Drafted:
-        """Draws the block left to right; `choose(k, logits)` picks the token of row k."""
+        """Draws the block left to right; `choose(k, logits)` picks the token of row k, by the draft's own ids."""
         previous = anchor
         state = jnp.zeros((anchor.shape[0], self.markov.rank), draft.hidden.dtype)
         tokens, logits, confidence = [], [], []
         for k in range(self.config.block_size):
             step = self.markov(draft.hidden[:, k], previous, state)
             biased = draft.logits[:, k] + step.bias
-            previous, state = choose(k, biased), step.state
+            previous, state = self.target_id(choose(k, biased)), step.state
             tokens.append(previous)
             logits.append(biased)
             confidence.append(self.confidence(draft.hidden[:, k], step.embedding))
         sure = None if confidence[0] is None else jnp.stack(confidence, axis=1)
         return Drafted(jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), sure)
+
+    def target_id(self, token: Int32[Array, "*batch"]) -> Int32[Array, "*batch"]:
+        """The target's ids of the draft's."""
+        return self.optional[TARGET_IDS][...][token] if TARGET_IDS in self.optional else token
+
+    def over_target_ids(self, probability: Float[Array, "*batch own"]) -> Float[Array, "*batch V"]:
+        """A distribution over the draft's ids as one over the target's; ids that the draft lacks get nothing."""
+        if TARGET_IDS not in self.optional:
+            return probability
+        shape = (*probability.shape[:-1], self.config.vocab_size)
+        return jnp.zeros(shape, probability.dtype).at[..., self.optional[TARGET_IDS][...]].set(probability)
 
     def confidence(self, hidden: Float[Array, "B D"], embedding: Float[Array, "B r"]) -> Float[Array, " B"] | None:
         """Logit of the chance that a row's token is accepted, given the embedding of the token before it."""

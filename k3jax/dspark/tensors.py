@@ -11,6 +11,9 @@ ALIASES = {"context_proj": "fc", "context_norm": "hidden_norm", "final_norm": "n
 IGNORED = frozenset({"embed_tokens.weight", "t2d"})
 """Copies of the target's embedding and the training-only vocabulary mask, where a file has them."""
 
+TARGET_OFFSETS = "d2t"
+"""Integers [draft vocabulary] of a reduced vocabulary: the target's id minus the draft's. See `files.target_ids`."""
+
 
 class Names:
     """Resolves aliases and an optional `model.` prefix against the tensors that a file has."""
@@ -142,7 +145,7 @@ def _markov(config: DSparkConfig, names: Names) -> Tree:
 def draft_specs(config: DSparkConfig, present: Collection[str] | None = None) -> Tree:
     """Specs of a draft; `present` names the tensors of its file, which decides aliases and optional parts.
 
-    A draft with an `lm_head` of its own brings embedding and head; otherwise it uses the target's.
+    A draft with an `lm_head` of its own uses it, and its embedding if it has one; otherwise they are the target's.
     """
     names = Names(config, present)
     width, taps = config.hidden_size, len(config.target_layer_ids)
@@ -162,7 +165,8 @@ def draft_specs(config: DSparkConfig, present: Collection[str] | None = None) ->
         tree["confidence"] = _linear(names("confidence_head.proj.weight"), 1, inputs)
         if present is None or names.has("confidence_head.proj.bias"):
             tree["confidence_bias"] = plain(names("confidence_head.proj.bias"), (1,), (None,), init="zeros", prefix="")
-    if names.has("lm_head.weight"):
+    if names.has("lm_head.weight") and names.has("embed_tokens.weight"):
         tree["embedding"] = _linear(names("embed_tokens.weight"), config.vocab_size, width)
+    if names.has("lm_head.weight"):
         tree["head"] = _linear(names("lm_head.weight"), config.draft_vocab_size, width)
     return tree

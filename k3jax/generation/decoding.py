@@ -33,6 +33,8 @@ class Event(NamedTuple):
     logprob: float
     finish: FinishReason | None
     """Why the row ends with this token; None when it goes on. With 'error' the token means nothing."""
+    drafted: bool = False
+    """The draft proposed it and the target let it stand."""
 
 
 class Request(NamedTuple):
@@ -121,18 +123,20 @@ class Decoding:
 
     def _deliver(self, emission: Emission) -> Iterator[Event]:
         """Waits for a step's tokens and gives them for the rows that still run."""
-        tokens, logprobs, counts, finite = map(np.asarray, emission)
+        tokens, logprobs, counts, finite = map(np.asarray, emission[:4])
         counts = np.where(self._running, counts, 0)
-        self._clock.tick(counts)
+        stood = np.zeros_like(counts) if emission.accepted is None else np.asarray(emission.accepted)
+        self._clock.tick(counts, stood)
         for row in np.flatnonzero(counts).tolist():
-            for token, logprob in zip(tokens[row, : counts[row]].tolist(), logprobs[row].tolist(), strict=False):
+            pairs = zip(tokens[row, : counts[row]].tolist(), logprobs[row].tolist(), strict=False)
+            for place, (token, logprob) in enumerate(pairs):
                 # The caller may have stopped the row since.
                 if not self._running[row]:
                     break
                 self._remaining[row] -= 1
                 finish = self._finish(row, token, bool(finite[row]))
                 self._running[row] = finish is None
-                yield Event(row, token, logprob, finish)
+                yield Event(row, token, logprob, finish, bool(place < stood[row]))
 
     def _finish(self, row: int, token: int, finite: bool) -> FinishReason | None:
         """Why the device has retired the row with this token, by the rule of `step.accept`."""
@@ -190,9 +194,10 @@ class _Clock:
         self._arrivals: list[tuple[float, float]] = []
         self._steps = -1
         self._tokens = self._first_tokens = self._row_steps = 0
+        self._stood = np.zeros(0, np.int64)
 
-    def tick(self, counts: np.ndarray) -> None:
-        """A step's tokens are on the host: `counts` of each row."""
+    def tick(self, counts: np.ndarray, stood: np.ndarray) -> None:
+        """A step's tokens are on the host: `counts` of each row, and drafts of each that stood."""
         now = (time.perf_counter() - self._begin, self.compilations.seconds)
         self._arrivals = [*self._arrivals[:1], now]
         self._steps += 1
@@ -200,6 +205,8 @@ class _Clock:
         running = int((counts > 0).sum())
         if self._steps > 0:
             self._row_steps += running
+            seen = np.bincount(stood[counts > 0], minlength=len(self._stood))
+            self._stood = seen + np.pad(self._stood, (0, len(seen) - len(self._stood)))
         else:
             self._first_tokens = running
 
@@ -211,6 +218,7 @@ class _Clock:
             first_tokens=self._first_tokens,
             steps=self._steps,
             row_steps=self._row_steps,
+            accepted=tuple(self._stood.tolist()),
             first_token_seconds=first,
             prefill_seconds=first - first_compile,
             decode_seconds=last - first - (last_compile - first_compile),

@@ -16,6 +16,10 @@ class PromptError(ValueError):
     """A prompt that cannot be run."""
 
 
+class LengthError(ValueError):
+    """A longest sequence that a model cannot have."""
+
+
 def is_batch(prompt: Prompt | Sequence[Prompt]) -> bool:
     """Whether `prompt` is several prompts rather than a text or a list of ids."""
     if isinstance(prompt, str):

@@ -1,7 +1,7 @@
 """What a generation leaves behind: what was said, why it ended, and how long it took."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -34,6 +34,8 @@ class Statistics:
     """Decode steps after the first token."""
     row_steps: int
     """The same, counted once for every row that was running."""
+    accepted: tuple[int, ...]
+    """How many of these ended with 0, 1, 2, ... drafts that stood, before stops and limits."""
     first_token_seconds: float
     """From the call to the first token on the host, compilation included."""
     prefill_seconds: float
@@ -66,12 +68,25 @@ class Statistics:
         """Time from one token of a row to its next."""
         return self.milliseconds_per_step / self.tokens_per_step
 
-    def summary(self) -> dict[str, int | float]:
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """Chance that the first, second, ... draft of a step stands; up to the last one that ever did."""
+        at_least = [sum(self.accepted[place:]) for place in range(1, len(self.accepted))]
+        return tuple(count / self.row_steps for count in at_least)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a step gives a row when nothing ends it: one more than the drafts that stand."""
+        return 1.0 + sum(self.survival)
+
+    def summary(self) -> dict[str, Any]:
         """All figures by name, rates included."""
         rates = {
             "prefill_tokens_per_second": round(self.prefill_tokens_per_second, 1),
             "milliseconds_per_token": round(self.milliseconds_per_token, 3),
             "tokens_per_step": round(self.tokens_per_step, 3),
+            "acceptance_length": round(self.acceptance_length, 3),
+            "survival": [round(chance, 4) for chance in self.survival],
         }
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in fields.items()} | rates

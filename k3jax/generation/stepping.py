@@ -4,6 +4,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from k3jax import step
@@ -24,6 +25,8 @@ class Emission(NamedTuple):
     count: Int32[Array, " B"]
     finite: Bool[Array, " B"]
     """False where a running row's logits held a NaN or an infinity."""
+    accepted: Int32[Array, " B"] | None = None
+    """Drafts that stood, before stops and limits: as many of the first tokens are the draft's. None without a draft."""
 
 
 def _one(emitted: step.Emitted) -> Emission:
@@ -80,6 +83,8 @@ class SpeculativeStepper:
         self._params, self._stop_ids = params, stop_ids
         self._call = compilations.call
         self._context: Any = None
+        # Known here once, so that no step has to look.
+        self._filters = bool(np.any(np.asarray(params.top_k) > 0) or np.any(np.asarray(params.top_p) < 1))
 
     def _create(self, cache: K3Cache, rows: Rows) -> Any:
         drafter, (_, pages, page_size) = self._draft.drafter, cache.capacity
@@ -112,8 +117,9 @@ class SpeculativeStepper:
         """See `Stepper`."""
         draft = self._draft
         args = (self._model.graph, self._model.leaves, draft.drafter, draft.leaves, state, self._params, self._stop_ids)
-        state, block = self._call(speculate.speculate, *args, rule=draft.rule)
-        return state, Emission(block.token, block.logprob, block.count, block.finite)
+        options = {"rule": draft.rule, "widths": draft.widths, "filters": self._filters}
+        state, block = self._call(speculate.speculate, *args, **options)
+        return state, Emission(block.token, block.logprob, block.count, block.finite, block.accepted)
 
 
 def copy_to_host(emission: Emission) -> Emission:

@@ -76,6 +76,8 @@ class Stream[Piece]:
         self._decoding, self._writers, self._as_ids, self._batch = decoding, writers, as_ids, batch
         self._iterator = self._pieces()
         self._done = False
+        self.drafted = False
+        """Whether the draft proposed the token that the latest piece came with."""
 
     def __iter__(self) -> "Stream[Piece]":
         return self
@@ -113,6 +115,7 @@ class Stream[Piece]:
                 piece = event.token
             if writer.finish_reason is not None:
                 self._decoding.stop(event.row)
+            self.drafted = event.drafted
             if piece != "" and not (self._as_ids and event.finish == "error"):
                 yield (event.row, piece) if self._batch else piece
         self._done = True

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from flax import nnx
 from jaxtyping import Array, Float
 
+from k3jax.layers.norm import RmsNorm
 from k3jax.params import Tree
 from pallas import attn_res
 from pallas.dispatch import Implementation
@@ -15,8 +16,21 @@ class Residual(NamedTuple):
 
     sources: tuple[Float[Array, "*batch D"], ...]
     """Prefixes frozen at the start of each block, oldest first."""
-    prefix: Float[Array, "*batch D"] | None
-    """Sum of the sublayer outputs of the current block; None right after a freeze."""
+    summed: Float[Array, "*batch D"] | None
+    """Sum of the sublayer outputs of the current block up to the last read; None right after a freeze."""
+    pending: Float[Array, "*batch D"] | None = None
+    """The last sublayer's output, which the next read adds to the sum."""
+
+    @property
+    def prefix(self) -> Float[Array, "*batch D"] | None:
+        """Sum of all sublayer outputs of the current block; None right after a freeze."""
+        if self.summed is None or self.pending is None:
+            return self.summed
+        return self.summed + self.pending
+
+    def settle(self) -> "Residual":
+        """The same stream with nothing pending."""
+        return Residual(self.sources, self.prefix)
 
     def freeze(self) -> "Residual":
         """Starts a block: the raw prefix becomes a source."""
@@ -25,7 +39,8 @@ class Residual(NamedTuple):
 
     def add(self, output: Float[Array, "*batch D"]) -> "Residual":
         """Adds a sublayer's output to the prefix."""
-        return Residual(self.sources, output if self.prefix is None else self.prefix + output)
+        prefix = self.prefix
+        return Residual(self.sources, output) if prefix is None else Residual(self.sources, prefix, output)
 
 
 class AttnRes(nnx.Module):
@@ -37,12 +52,29 @@ class AttnRes(nnx.Module):
         self.eps = eps
         self.implementation: Implementation = implementation
 
+    def read(self, residual: Residual, norm: RmsNorm) -> tuple[Residual, Float[Array, "*batch D"]]:
+        """The settled stream, and `norm` of the mix of its vectors: what the next sublayer takes."""
+        assert residual.summed is not None
+        prefix, normed = attn_res.read(
+            residual.sources,
+            residual.summed,
+            residual.pending,
+            self.norm[...],
+            self.query[...],
+            norm.weight[...],
+            eps=self.eps,
+            norm_eps=norm.eps,
+            implementation=self.implementation,
+        )
+        return Residual(residual.sources, prefix), normed
+
     def __call__(self, residual: Residual) -> Float[Array, "*batch D"]:
         """The mix of the sources and the prefix; the prefix itself while nothing is frozen."""
-        assert residual.prefix is not None
+        prefix = residual.prefix
+        assert prefix is not None
         return attn_res.mix(
             residual.sources,
-            residual.prefix,
+            prefix,
             self.norm[...],
             self.query[...],
             eps=self.eps,

@@ -1,8 +1,13 @@
 """Stable LatentMoE (report section 2.3)."""
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
+import jax
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from k3jax.config import K3Config
@@ -29,6 +34,8 @@ class LatentMoe(nnx.Module):
         self.scaling = config.moe.routed_scaling_factor
         self.beta, self.linear_beta = config.situ_beta, config.situ_linear_beta
         self.implementation: Implementation = implementation
+        self.expert_axis: str | None = None
+        """Mesh axis that the experts and the tokens are split over, inside `jax.shard_map`: see `expert_parallel`."""
 
     def weights(self) -> moe.Experts:
         """The routed experts, packed as in a checkpoint or dense while training."""
@@ -51,14 +58,36 @@ class LatentMoe(nnx.Module):
             scaling=self.scaling,
             implementation=self.implementation,
         )
-        mixed = moe.experts(
-            einsum("nd,ld->nl", tokens, self.latent_down[...]),
-            routing.ids,
-            routing.weights,
-            self.weights(),
-            beta=self.beta,
-            linear_beta=self.linear_beta,
-            implementation=self.implementation,
-        )
+        mixed = self.mix(einsum("nd,ld->nl", tokens, self.latent_down[...]), routing)
         routed = einsum("nl,dl->nd", self.latent_norm(mixed), self.latent_up[...])
         return (routed + self.shared(tokens)).reshape(x.shape), routing
+
+    def mix(self, latent: Float[Array, "N L"], routing: moe.Routing) -> Float[Array, "N L"]:
+        """The weighted sum of each token's experts, wherever they live."""
+        run = moe.experts
+        if self.expert_axis is not None:
+            run = functools.partial(moe.parallel_experts, axis=self.expert_axis)
+        options = {"beta": self.beta, "linear_beta": self.linear_beta, "implementation": self.implementation}
+        return run(latent, routing.ids, routing.weights, self.weights(), **options)
+
+
+def expert_parallel(layer: LatentMoe, mesh: Mesh, axis: str) -> Callable[[Array], Array]:
+    """The layer with its experts and the leading axis of its input split over a mesh axis, all else whole everywhere.
+
+    Both must be divisible by the size of the axis. Tokens travel to their experts and back by all-to-all.
+    """
+    layer = nnx.merge(*nnx.split(layer))
+    layer.expert_axis = axis
+    graph, state = nnx.split(layer)
+    split, whole = PartitionSpec(axis), PartitionSpec()
+
+    def place(path: tuple[Any, ...], _: Any) -> PartitionSpec:
+        return split if path[0] == "experts" else whole
+
+    def local(state: Any, x: Array) -> Array:
+        return nnx.merge(graph, state)(x)[0]
+
+    flat = nnx.to_flat_state(state)
+    specs = nnx.from_flat_state([(path, place(path, leaf)) for path, leaf in flat])
+    run = jax.shard_map(local, mesh=mesh, in_specs=(specs, split), out_specs=split, check_vma=False)
+    return functools.partial(jax.jit(run), state)

@@ -1,7 +1,8 @@
 """Which drafted tokens stand: standard and block rejection sampling. Both leave the target's distribution unchanged.
 
 p are the target's distributions at the G drafted positions and one more, q those that the drafts were drawn from,
-x the drafts, u independent uniforms. Greedy rows are the case of one-hot p and q.
+x the drafts, u independent uniforms. Greedy rows are the case of one-hot p and q. `limit` may end a row's block early:
+only its first `limit` drafts take part. Whether the limit is i must follow from the first i drafts alone.
 """
 
 from typing import Literal, NamedTuple
@@ -29,11 +30,25 @@ def _ratio(p: Float32[Array, "B G V"], q: Float32[Array, "B G V"], x: Int32[Arra
     return _at(p, x) / jnp.where(drawn > 0, drawn, 1.0)
 
 
+def _places(x: Int32[Array, "B G"]) -> Int32[Array, "1 G"]:
+    """1 to G."""
+    return jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32)[None]
+
+
+def _whole(x: Int32[Array, "B G"], limit: Int32[Array, " B"] | None) -> Int32[Array, " B"]:
+    """The limit of each row; all drafts without one."""
+    return jnp.full(x.shape[:1], x.shape[1], jnp.int32) if limit is None else limit
+
+
 def standard_chances(
-    p: Float32[Array, "B W V"], q: Float32[Array, "B G V"], x: Int32[Array, "B G"]
+    p: Float32[Array, "B W V"],
+    q: Float32[Array, "B G V"],
+    x: Int32[Array, "B G"],
+    limit: Int32[Array, " B"] | None = None,
 ) -> Float32[Array, "B G"]:
     """Chance that each draft is accepted once all before it are (Leviathan et al. 2023, Chen et al. 2023)."""
-    return jnp.minimum(_ratio(p[:, :-1], q, x), 1.0)
+    chance = jnp.minimum(_ratio(p[:, :-1], q, x), 1.0)
+    return jnp.where(_places(x) <= _whole(x, limit)[:, None], chance, 0.0)
 
 
 def prefix_mass(
@@ -48,14 +63,22 @@ def prefix_mass(
 
 
 def block_chances(
-    p: Float32[Array, "B W V"], q: Float32[Array, "B G V"], x: Int32[Array, "B G"]
+    p: Float32[Array, "B W V"],
+    q: Float32[Array, "B G V"],
+    x: Int32[Array, "B G"],
+    limit: Int32[Array, " B"] | None = None,
 ) -> Float32[Array, "B G"]:
-    """h_i: chance that the block is cut at i, unless it is cut later (Sun et al. 2024, arXiv 2403.10444)."""
+    """h_i: chance that the block is cut at i, unless it is cut later (Sun et al. 2024, arXiv 2403.10444).
+
+    h is P at the limit, as it is after the last draft in the paper.
+    """
     mass = prefix_mass(p, q, x)
     inner = mass[:, 1:-1]
     excess = jnp.sum(jnp.maximum(inner[..., None] * p[:, 1:-1] - q[:, 1:], 0.0), axis=-1)
     chance = jnp.where(inner >= 1, 1.0, excess / jnp.maximum(excess + 1.0 - inner, 1e-30))
-    return jnp.concatenate([chance, mass[:, -1:]], axis=1)
+    chance = jnp.concatenate([chance, mass[:, -1:]], axis=1)
+    last = _whole(x, limit)[:, None]
+    return jnp.where(_places(x) < last, chance, jnp.where(_places(x) == last, mass[:, 1:], 0.0))
 
 
 def accept(
@@ -64,27 +87,34 @@ def accept(
     q: Float32[Array, "B G V"],
     x: Int32[Array, "B G"],
     u: Float32[Array, "B G"],
+    limit: Int32[Array, " B"] | None = None,
 ) -> Accepted:
     """Applies `rule`; u lies in [0, 1)."""
+    if x.shape[1] == 0:
+        return Accepted(jnp.zeros(x.shape[0], jnp.int32), p[:, 0])
     if rule == "standard":
-        count = jnp.sum(jnp.cumprod((u < standard_chances(p, q, x)).astype(jnp.int32), axis=1), axis=1)
+        count = jnp.sum(jnp.cumprod((u < standard_chances(p, q, x, limit)).astype(jnp.int32), axis=1), axis=1)
         weight = jnp.ones(count.shape, jnp.float32)
     else:
-        position = jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32)[None]
-        count = jnp.max(jnp.where(u < block_chances(p, q, x), position, 0), axis=1)
+        cut = u < block_chances(p, q, x, limit)
+        count = jnp.max(jnp.where(cut, _places(x), 0), axis=1)
         weight = jnp.take_along_axis(prefix_mass(p, q, x), count[:, None], axis=1)[:, 0]
-    return Accepted(count.astype(jnp.int32), following(p, q, count, weight))
+    return Accepted(count.astype(jnp.int32), following(p, q, count, weight, _whole(x, limit)))
 
 
 def following(
-    p: Float32[Array, "B W V"], q: Float32[Array, "B G V"], count: Int32[Array, " B"], weight: Float32[Array, " B"]
+    p: Float32[Array, "B W V"],
+    q: Float32[Array, "B G V"],
+    count: Int32[Array, " B"],
+    weight: Float32[Array, " B"],
+    limit: Int32[Array, " B"],
 ) -> Float32[Array, "B V"]:
-    """Distribution after `count` drafts: what is left of weight * p after taking q away; p itself after the last."""
+    """Distribution after `count` drafts: what is left of weight * p after taking q away; p itself at the limit."""
     rows = count[:, None, None]
-    padded = jnp.concatenate([q, jnp.zeros_like(q[:, :1])], axis=1)
+    padded = jnp.concatenate([q, jnp.zeros_like(p[:, :1])], axis=1)
     target = jnp.take_along_axis(p, rows, axis=1)[:, 0]
     proposed = jnp.take_along_axis(padded, rows, axis=1)[:, 0]
-    last = (count == q.shape[1])[:, None]
+    last = (count == limit)[:, None]
     residual = jnp.maximum(jnp.where(last, target, weight[:, None] * target - proposed), 0.0)
     total = jnp.sum(residual, axis=-1, keepdims=True)
     # Equal distributions leave nothing but rounding; they also reject nothing, so any law will do.

@@ -15,10 +15,12 @@ from jaxtyping import Array, Float, Float32, Int32
 from k3jax import sampling
 from k3jax.cache import Rows
 from k3jax.dspark.config import DSparkConfig
+from k3jax.dspark.model import Draft as Block
 from k3jax.dspark.model import DSpark, Pools
 from k3jax.model import K3, LayerTrace
 from k3jax.speculation.acceptance import Rule
 from k3jax.speculation.randomness import DRAFT, distribution, draw, keys
+from k3jax.speculation.widths import Widths
 
 Context = Any
 """What a drafter keeps between steps; a tree of arrays."""
@@ -29,6 +31,13 @@ class Proposal(NamedTuple):
 
     token: Int32[Array, "B G"]
     probability: Float32[Array, "B G V"]
+    confidence: Float[Array, "B G"] | None = None
+    """Logits of the chance that each token stands once those before it do; None where nothing is known."""
+
+    def first(self, count: int) -> "Proposal":
+        """The first `count` tokens alone."""
+        sure = None if self.confidence is None else self.confidence[:, :count]
+        return Proposal(self.token[:, :count], self.probability[:, :count], sure)
 
 
 class Step(NamedTuple):
@@ -50,6 +59,7 @@ class Drafter(Protocol):
         anchor: Int32[Array, " B"],
         rows: Rows,
         params: sampling.Sampling,
+        filters: bool | None = None,
     ) -> Proposal:
         """A block after `anchor`, which stands at position `rows.length`."""
         ...
@@ -98,16 +108,31 @@ class DSparkDrafter:
         anchor: Int32[Array, " B"],
         rows: Rows,
         params: sampling.Sampling,
+        filters: bool | None = None,
     ) -> Proposal:
         """See `Drafter`; the draft's distributions get the request's temperature and filters too."""
+        block = self.merge(leaves).draft(context, anchor, rows, target.embedding[...], target.head[...])
+        return self.choose(leaves, block, anchor, rows, params, filters)
+
+    def choose(
+        self,
+        leaves: tuple[Array, ...],
+        block: Block,
+        anchor: Int32[Array, " B"],
+        rows: Rows,
+        params: sampling.Sampling,
+        filters: bool | None = None,
+    ) -> Proposal:
+        """The sequential half of `propose`: tokens of a block, left to right."""
         draft, chosen = self.merge(leaves), []
 
         def choose(k: int, logits: Float[Array, "B V"]) -> Int32[Array, " B"]:
-            chosen.append(distribution(logits, params))
+            chosen.append(distribution(logits, params, filters))
             return draw(chosen[-1], keys(params.seed, rows.length, DRAFT, k))
 
-        block = draft.draft(context, anchor, rows, target.embedding[...], target.head[...])
-        return Proposal(draft.sample(block, anchor, choose).token, jnp.stack(chosen, axis=1))
+        drafted = draft.sample(block, anchor, choose)
+        probability = draft.over_target_ids(jnp.stack(chosen, axis=1))
+        return Proposal(drafted.token, probability, drafted.confidence)
 
     def extend(self, leaves: tuple[Array, ...], context: Pools, step: Step, rows: Rows) -> Pools:
         """See `Drafter`."""
@@ -136,9 +161,10 @@ class NgramDrafter:
         anchor: Int32[Array, " B"],
         rows: Rows,
         params: sampling.Sampling,
+        filters: bool | None = None,
     ) -> Proposal:
         """See `Drafter`; where nothing matches it repeats the anchor."""
-        del leaves, params
+        del leaves, params, filters
         vocab = target.head.shape[0]
         token = jax.vmap(self._continue)(context, rows.length, anchor)
         return Proposal(token, jax.nn.one_hot(token, vocab, dtype=jnp.float32))
@@ -176,3 +202,5 @@ class Draft(NamedTuple):
     drafter: Drafter
     leaves: tuple[Array, ...]
     rule: Rule = "block"
+    widths: Widths | None = None
+    """Passes that the confidence may choose from; None verifies every draft."""

@@ -38,9 +38,11 @@ def draw(probability: Float32[Array, "B V"], row_keys: Array) -> Int32[Array, " 
     return jnp.argmax(jnp.log(probability) + noise, axis=-1).astype(jnp.int32)
 
 
-def distribution(logits: Float[Array, "B V"], params: sampling.Sampling) -> Float32[Array, "B V"]:
+def distribution(
+    logits: Float[Array, "B V"], params: sampling.Sampling, filters: bool | None = None
+) -> Float32[Array, "B V"]:
     """What a request draws from: temperature and filters applied, one-hot for greedy rows."""
     scaled = logits / jnp.maximum(params.temperature, sampling.GREEDY_BELOW)[:, None]
-    random = jax.nn.softmax(sampling.keep_likely(scaled, params), axis=-1)
+    random = jax.nn.softmax(sampling.keep_likely(scaled, params, filters), axis=-1)
     best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
     return jnp.where((params.temperature >= sampling.GREEDY_BELOW)[:, None], random, best)

@@ -5,108 +5,40 @@ target. Rows that are done are inert. Noise is keyed by the step's anchor positi
 row's draws do not depend on its neighbours or on the batch size.
 """
 
-import dataclasses
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from k3jax import sampling
-from k3jax.cache import K3Cache, Leaf, Rows
-from k3jax.speculation import acceptance
+from k3jax.cache import K3Cache, Rows
+from k3jax.logit_rules import LogitRules
+from k3jax.speculation import parts
 from k3jax.speculation.acceptance import Rule
-from k3jax.speculation.drafters import Context, Drafter, Step
-from k3jax.speculation.randomness import ACCEPT, FOLLOW, distribution, draw, keys, uniforms
+from k3jax.speculation.drafters import Context, Drafter, Proposal, Step
+from k3jax.speculation.state import Block, SpeculativeState, Written
+from k3jax.speculation.widths import Widths
 from k3jax.step import Graph, last_hidden
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True)
-class SpeculativeState:
-    """Everything that changes from step to step."""
-
-    cache: K3Cache
-    context: Context
-    """The drafter's."""
-    rows: Rows
-    """`query_length` is 1 for running rows and 0 for rows that are done or empty."""
-    token: Leaf
-    """int32 [B]: the anchor."""
-    remaining: Leaf
-    """int32 [B]: tokens that may still be emitted."""
-    history: sampling.History
+__all__ = ["Block", "Prefilled", "SpeculativeState", "Written", "prefill", "speculate", "speculate_all"]
 
 
-class Written(NamedTuple):
-    """Tokens of a whole generation, collected on the device."""
+@runtime_checkable
+class Settle(Protocol):
+    """Verifies, accepts and commits so many tokens."""
 
-    token: Int32[Array, "B L"]
-    count: Int32[Array, " B"]
-    accepted: Int32[Array, " B"]
-    """Drafts that stood."""
-    steps: Int32[Array, ""]
-
-    def append(self, block: "Block") -> "Written":
-        """With one more block; tokens beyond the end are dropped."""
-        width = block.token.shape[1]
-        column = jnp.arange(width, dtype=jnp.int32)[None]
-        target = jnp.where(column < block.count[:, None], self.count[:, None] + column, self.token.shape[1])
-        row = jnp.broadcast_to(jnp.arange(block.token.shape[0], dtype=jnp.int32)[:, None], target.shape)
-        token = self.token.at[row, target].set(block.token, mode="drop")
-        return Written(token, self.count + block.count, self.accepted + block.accepted, self.steps + 1)
+    def __call__(
+        self, width: int, state: SpeculativeState, limit: Int32[Array, " B"] | None
+    ) -> tuple[SpeculativeState, Block]:
+        """The state after the block, and the block."""
+        ...
 
 
-class Block(NamedTuple):
-    """What one step emitted: the first `count` tokens of each row."""
-
-    token: Int32[Array, "B W"]
-    logprob: Float32[Array, "B W"]
-    count: Int32[Array, " B"]
-    accepted: Int32[Array, " B"]
-    """Drafts that stood, before stops and limits."""
-    finite: Bool[Array, " B"]
-    """False where a running row's logits held a NaN or an infinity; such a row ends with one meaningless token."""
-
-
-def _target_distributions(
-    logits: Float32[Array, "B W V"], token: Int32[Array, "B G"], state: SpeculativeState, params: sampling.Sampling
-) -> Float32[Array, "B W V"]:
-    """Each position under the penalties of the drafts before it."""
-    history, running = state.history, state.rows.query_length > 0
-    rows = []
-    for k in range(logits.shape[1]):
-        rows.append(distribution(sampling.penalize(logits[:, k], params, history), params))
-        if k < token.shape[1]:
-            history = history.append(token[:, k], running)
-    return jnp.stack(rows, axis=1)
-
-
-def _emit(
-    state: SpeculativeState,
-    token: Int32[Array, "B G"],
-    accepted: acceptance.Accepted,
-    following: Int32[Array, " B"],
-    stop_ids: Int32[Array, "B S"],
-) -> tuple[Int32[Array, "B W"], Int32[Array, " B"], Bool[Array, " B"]]:
-    """Tokens of the block, how many of them count, and whether the row goes on.
-
-    A row ends with its first stop token, even inside the block, or when `remaining` is used up.
-    """
-    padded = jnp.concatenate([token, jnp.zeros_like(token[:, :1])], axis=1)
-    column = jnp.arange(padded.shape[1], dtype=jnp.int32)[None]
-    block = jnp.where(column == accepted.count[:, None], following[:, None], padded)
-    running = state.rows.query_length > 0
-    limit = jnp.minimum(accepted.count + 1, state.remaining)
-    stops = jnp.any(block[:, :, None] == stop_ids[:, None, :], axis=-1) & (column < limit[:, None])
-    first = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, limit)
-    count = jnp.where(running, first, 0)
-    goes_on = running & ~jnp.any(stops, axis=1) & (count < state.remaining)
-    return block, count, goes_on
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "drafter", "rule"), donate_argnames="state")
+@functools.partial(
+    jax.jit, static_argnames=("graph", "drafter", "rule", "widths", "filters", "top"), donate_argnames="state"
+)
 def speculate(
     graph: Graph,
     leaves: tuple[Array, ...],
@@ -117,49 +49,54 @@ def speculate(
     stop_ids: Int32[Array, "B S"],
     *,
     rule: Rule = "block",
+    widths: Widths | None = None,
+    filters: bool | None = None,
+    rules: LogitRules | None = None,
+    top: int = 0,
+    wants_top: Bool[Array, " B"] | None = None,
 ) -> tuple[SpeculativeState, Block]:
     """Drafts a block, verifies it in one pass of the target, and commits what stands. Donates the state.
 
     `stop_ids` is padded with -1. The emitted tokens follow the target's own distribution, whatever the draft.
+    `rules` change the target's logits; rows whose mask holds for one token take no drafts. Rows in `wants_top` get
+    `top` alternatives with each token. `widths` offers narrower passes, of which the device takes one by the draft's
+    confidence; without them all drafts are verified. `filters` says whether any row has top-k or top-p; None decides
+    on the device, where a GPU would ask the host.
     """
-    target = graph.merge(leaves)
-    running, position = state.rows.query_length > 0, state.rows.length
-    proposal = drafter.propose(draft_leaves, state.context, target, state.token, state.rows, params)
-    width = proposal.token.shape[1] + 1
-
-    verified = dataclasses.replace(state.rows, query_length=jnp.where(running, width, 0).astype(jnp.int32))
-    ids = jnp.concatenate([state.token[:, None], proposal.token], axis=1)
-    output = target(ids, verified, state.cache.speculative(), trace=True)
-    logits = target.logits(output.hidden)
-
-    probability = _target_distributions(logits, proposal.token, state, params)
-    chance = uniforms(params.seed, position, ACCEPT, width - 1)
-    accepted = acceptance.accept(rule, probability, proposal.probability, proposal.token, chance)
-    following = draw(accepted.following, keys(params.seed, position, FOLLOW))
-
-    finite = jnp.all(jnp.isfinite(logits), axis=(1, 2)) | ~running
-    block, count, goes_on = _emit(state, proposal.token, accepted, following, stop_ids)
-    count, goes_on = jnp.where(finite, count, 1), goes_on & finite
-    committed = dataclasses.replace(state.rows, query_length=count)
-    assert output.cache is not None
-    cache = graph.place(output.cache.commit(committed, count))
-    assert cache is not None
-    new = SpeculativeState(
-        cache=cache,
-        context=drafter.extend(draft_leaves, state.context, Step(ids, output.trace), committed),
-        rows=dataclasses.replace(committed.advance(), query_length=goes_on.astype(jnp.int32)),
-        token=jnp.take_along_axis(block, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0],
-        remaining=state.remaining - count,
-        history=_append(state.history, block, count),
+    given = parts.Given(params, stop_ids, rules, wants_top)
+    options = parts.Options(rule, filters, top)
+    proposal = drafter.propose(
+        draft_leaves, state.context, graph.merge(leaves), state.token, state.rows, params, filters
     )
-    logprob = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), block[..., None], axis=-1)[..., 0]
-    return new, Block(block, logprob, count, jnp.where(running, accepted.count, 0), finite)
+
+    def settle(width: int, state: SpeculativeState, limit: Int32[Array, " B"] | None) -> tuple[SpeculativeState, Block]:
+        some = proposal.first(width - 1)
+        verified = parts.verify(graph, leaves, state, some.token)
+        judged = parts.judge(verified.logits, some, state, given, options, limit)
+        return parts.commit(graph, drafter, draft_leaves, state, verified, judged), judged.block
+
+    if widths is None:
+        return settle(proposal.token.shape[1] + 1, state, None)
+    return _chosen(settle, widths, proposal, state)
 
 
-def _append(history: sampling.History, block: Int32[Array, "B W"], count: Int32[Array, " B"]) -> sampling.History:
-    for k in range(block.shape[1]):
-        history = history.append(block[:, k], k < count)
-    return history
+def _chosen(
+    settle: Settle, widths: Widths, proposal: Proposal, state: SpeculativeState
+) -> tuple[SpeculativeState, Block]:
+    """`settle` at the width that the drafts' confidence asks for; blocks are padded to the widest."""
+    if proposal.confidence is None:
+        raise ValueError("widths are given but the draft has no confidence head; leave them out")
+    widest = widths.sizes[-1]
+    limit = widths.limits(proposal.confidence)
+
+    def branch(width: int, state: SpeculativeState) -> tuple[SpeculativeState, Block]:
+        after, block = settle(width, state, limit)
+        pad = [(0, 0), (0, widest - width)]
+        top = None if block.top is None else jnp.pad(block.top, [*pad, (0, 0)])
+        return after, block._replace(token=jnp.pad(block.token, pad), logprob=jnp.pad(block.logprob, pad), top=top)
+
+    index = widths.choose(limit, state.rows.query_length > 0)
+    return jax.lax.switch(index, [functools.partial(branch, size) for size in widths.sizes], state)
 
 
 class Prefilled(NamedTuple):
@@ -190,7 +127,9 @@ def prefill(
     return Prefilled(graph.replicate(target.logits(last_hidden(output.hidden, rows))), stored, context)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "drafter", "rule", "limit"), donate_argnames="state")
+@functools.partial(
+    jax.jit, static_argnames=("graph", "drafter", "rule", "limit", "widths", "filters"), donate_argnames="state"
+)
 def speculate_all(
     graph: Graph,
     leaves: tuple[Array, ...],
@@ -202,15 +141,18 @@ def speculate_all(
     *,
     limit: int,
     rule: Rule = "block",
+    widths: Widths | None = None,
+    filters: bool | None = None,
 ) -> tuple[SpeculativeState, Written]:
     """Runs `speculate` on the device until every row is done or has `limit` tokens. Donates the state."""
+    options = {"rule": rule, "widths": widths, "filters": filters}
 
     def more(carry: tuple[SpeculativeState, Written]) -> Array:
         return jnp.any(carry[0].rows.query_length > 0) & (carry[1].steps < limit)
 
     def body(carry: tuple[SpeculativeState, Written]) -> tuple[SpeculativeState, Written]:
         state, written = carry
-        state, block = speculate(graph, leaves, drafter, draft_leaves, state, params, stop_ids, rule=rule)
+        state, block = speculate(graph, leaves, drafter, draft_leaves, state, params, stop_ids, **options)
         return state, written.append(block)
 
     batch = state.token.shape[0]

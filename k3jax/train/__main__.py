@@ -40,6 +40,8 @@ class Prepare:
     """Folder of a tokenizer to use instead of learning one."""
     root: Path | None = None
     """Take the Python files below this folder instead."""
+    listed: Path | None = None
+    """Take exactly the files of this list (training_files.tsv.xz of a checkpoint) that are here unchanged."""
     limit_mb: float | None = None
     """Stop at this much text."""
     length: int = 1024
@@ -60,10 +62,12 @@ class Pretrain:
     """Configuration to train."""
     data: Path | None = None
     """Folder made by `prepare` (default: prepared in --out)."""
+    initial: Path | None = None
+    """Checkpoint to start from instead of random parameters."""
     steps: int | None = None
-    """Steps of pre-training; or give --seconds."""
+    """Steps of pre-training (0: none)."""
     seconds: float | None = None
-    """Time for pre-training, turned into steps once the time of a step is known."""
+    """Time for pre-training, turned into steps once the time of a step is known; with --steps, whichever ends first."""
     chat_steps: int | None = None
     """Steps of the chat phase."""
     chat_seconds: float | None = None
@@ -79,6 +83,10 @@ class Pretrain:
     seed: int = 0
     unbalanced: bool = False
     """Train without Quantile Balancing, as a baseline."""
+    settle_batches: int = 16
+    """Batches over which the correction biases are set at the end of a phase."""
+    settle_rounds: int = 5
+    """Times that they are set."""
     no_remat: bool = False
     """Keep all activations: faster, more memory."""
     micro_batches: int = 1
@@ -112,6 +120,10 @@ class Settle:
     """Windows per batch, over all devices."""
     length: int = 1024
     """Predictions per window."""
+    settle_batches: int = 16
+    """Batches of the pool."""
+    settle_rounds: int = 5
+    """Times that the biases are set."""
     seed: int = 0
     wait: float = 0.0
     """Seconds to wait for --data to be complete."""
@@ -136,19 +148,23 @@ class Baseline:
 class Draft:
     """Let a checkpoint write texts and train a DSpark draft on them; goes on where its --out folder stopped.
 
-    Example: python -m k3jax.train draft --checkpoint checkpoints/nano --out draft-run --steps 2000
+    Example: python -m k3jax.train draft --checkpoint checkpoints/nano --data data --out draft-run --steps 2000
     """
 
     checkpoint: Path
-    """The target, with its tokenizer."""
+    """The target."""
+    data: Path
+    """Folder made by `prepare` with the target's tokenizer."""
     out: Path
     """Folder of texts, log, saved states and the finished draft."""
     steps: int
+    seconds: float | None = None
+    """Time for writing texts and training; the schedule ends after --steps or then, whichever comes first."""
     rows: int = 16
     """Texts per step."""
     anchors: int = 64
     """Blocks per text."""
-    peak: float = 1e-3
+    peak: float = 2e-3
     """Largest learning rate."""
     texts: int = 2048
     """Texts to write, once."""
@@ -160,12 +176,51 @@ class Draft:
     """Layers of the draft."""
     rank: int = 64
     """Width of the Markov head."""
+    markov: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    """Kind of the Markov head."""
+    taps: int = 3
+    """Layers of the target that the draft reads."""
+    width: int = 2
+    """Width of the draft's MLPs in widths of the stream."""
+    corpus: int = 0
+    """Texts of the data that are trained on as well."""
+    initial: Path | None = None
+    """Draft to start from, of the same shape."""
+    resident: bool = False
+    """Run the target once over all texts and keep its taps on the device: faster, more memory."""
     save_every: int = 500
     """Steps between saved states."""
-    limit_mb: float = 8.0
-    """Training files to take beginnings of texts from."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the target."""
+    implementation: Literal["mosaic", "triton", "xla"] | None = None
+    """Kernels of the target."""
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Acceptance:
+    """Tokens per step that a draft gives on held-out Python and prose, for both acceptance rules.
+
+    Example: python -m k3jax.train acceptance --checkpoint checkpoints/nano --draft draft-run/draft --data data
+    """
+
+    checkpoint: Path
+    """The target."""
+    draft: Path
+    """A DSpark directory."""
+    data: Path
+    """Folder made by `prepare` with the target's tokenizer."""
+    rows: int = 64
+    """Beginnings of each kind."""
+    prompt: int = 64
+    """Tokens of a beginning."""
+    tokens: int = 192
+    """Tokens that each row writes."""
+    temperature: float = 1.0
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of target and draft."""
+    implementation: Literal["mosaic", "triton", "xla"] | None = None
+    """Kernels of the target."""
     seed: int = 0
 
 
@@ -189,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import tyro
 
     command = tyro.cli(
-        Prepare | Pretrain | Settle | Baseline | Draft | Draw,
+        Prepare | Pretrain | Settle | Baseline | Draft | Acceptance | Draw,
         prog="python -m k3jax.train",
         description=__doc__,
         args=arguments,
@@ -203,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Settle: _settle,
         Baseline: _baseline,
         Draft: _draft,
+        Acceptance: _acceptance,
         Draw: _draw,
     }
     try:
@@ -230,6 +286,7 @@ def _prepare(command: Prepare) -> None:
         vocab_size=CONFIGS[command.config]().vocab_size,
         tokenizer=command.tokenizer,
         root=command.root,
+        listed=command.listed,
         limit=_bytes(command.limit_mb),
         length=command.length,
         workers=programs.processes(),
@@ -239,10 +296,11 @@ def _prepare(command: Prepare) -> None:
 
 
 def _pretrain(command: Pretrain) -> None:
-    if (command.steps is None) == (command.seconds is None):
-        raise UsageError("give exactly one of --steps and --seconds")
+    if command.steps is None and command.seconds is None:
+        raise UsageError("give --steps, --seconds or both")
     import jax
 
+    import checkpoints
     from checkpoints import orbax_adapter
     from k3jax.train import programs
     from k3jax.train.configs import CONFIGS
@@ -252,17 +310,26 @@ def _pretrain(command: Pretrain) -> None:
     data = command.data or command.out / "data"
     if command.data is None and not (data / "sizes.json").is_file():
         _prepare(Prepare(data, command.config, limit_mb=command.limit_mb, length=command.length, seed=command.seed))
+    config, initial = CONFIGS[command.config](), None
+    if command.initial is not None:
+        config, initial = checkpoints.load(command.initial, config, dtype=jax.numpy.bfloat16)
     names = ("steps", "seconds", "chat_steps", "chat_seconds", "rows", "length", "peak", "chat_peak", "seed")
     settings = programs.Training(
-        config=CONFIGS[command.config](),
+        config=config,
         data=data,
         out=command.out,
         balanced=not command.unbalanced,
         remat=not command.no_remat,
-        **{name: getattr(command, name) for name in (*names, "micro_batches", "dtype", "wait", "save_seconds")},
+        **{
+            name: getattr(command, name)
+            for name in (*names, *_SETTLING, "micro_batches", "dtype", "wait", "save_seconds")
+        },
     )
 
-    print(json.dumps(programs.pretrain(settings, orbax_adapter.write, orbax_adapter.read, _export)))
+    print(json.dumps(programs.pretrain(settings, orbax_adapter.write, orbax_adapter.read, _export, initial)))
+
+
+_SETTLING = ("settle_batches", "settle_rounds")
 
 
 def _export(path: Path, config: Any, tree: Any) -> None:
@@ -279,7 +346,7 @@ def _settle(command: Settle) -> None:
     from k3jax.train import programs
 
     config, tree = checkpoints.load(command.checkpoint, dtype=jnp.bfloat16)
-    names = ("data", "out", "rows", "length", "seed", "wait")
+    names = ("data", "out", "rows", "length", "seed", "wait", *_SETTLING)
     settings = programs.Training(
         config=config, steps=0, seconds=None, **{name: getattr(command, name) for name in names}
     )
@@ -298,26 +365,68 @@ def _baseline(command: Baseline) -> None:
 
 
 def _draft(command: Draft) -> None:
-    import numpy as np
-
     from checkpoints import orbax_adapter
-    from k3jax import api
-    from k3jax.train import corpus, draft_program, tokens
+    from k3jax.train import data, draft_data, draft_program
 
-    model = api.load(command.checkpoint, dtype=command.dtype)
-    if model.tokenizer is None:
-        raise UsageError(f"{command.checkpoint} has no tokenizer, expected the one that the target was trained with")
-    encoder = model.tokenizer
-    sources = [source for source in corpus.collect(_bytes(command.limit_mb)) if not source.held_out]
-    documents = (np.asarray(encoder.encode(source.text), np.uint16) for source in sources)
+    data.wait_for(command.data, 0)
+    model = _target(command)
     config = draft_program.draft_config(
-        model.config, block_size=command.block, num_layers=command.layers, markov_rank=command.rank
+        model.config,
+        block_size=command.block,
+        num_layers=command.layers,
+        markov_rank=command.rank,
+        markov_kind=command.markov,
+        num_taps=command.taps,
+        width=command.width,
     )
-    names = ("out", "steps", "rows", "anchors", "peak", "texts", "length", "save_every", "seed")
-    plan = draft_program.Plan(**{name: getattr(command, name) for name in names})
-    prompts = draft_program.prompts_from(tokens.pack(documents, model.config.bos_token_id + 1), plan)
-    state = draft_program.run(model, config, prompts, plan, orbax_adapter.write, orbax_adapter.read)
+    names = ("out", "steps", "seconds", "rows", "anchors", "peak", "texts", "length", "corpus", "resident")
+    plan = draft_program.Plan(**{name: getattr(command, name) for name in (*names, "save_every", "seed")})
+    prepared = draft_data.Prepared(command.data)
+    initial = None if command.initial is None else _draft_masters(command.initial, config)
+    state = draft_program.run(model, config, prepared, plan, orbax_adapter.write, orbax_adapter.read, initial)
     print(draft_program.summary(plan, state, config))
+
+
+def _draft_masters(path: Path, config: Any) -> Any:
+    """float32 parameters of a stored draft. Raises `ValueError` when it has another shape than `config`."""
+    import jax.numpy as jnp
+
+    from checkpoints.source import find_source
+    from checkpoints.streaming import load_tree
+    from k3jax.dspark.config import DSparkConfig
+    from k3jax.dspark.tensors import draft_specs
+
+    if (found := DSparkConfig.from_file(path)) != config:
+        raise ValueError(f"{path} is a draft of another shape: {found}, expected {config}")
+    source, _ = find_source(path)
+    return load_tree(source, draft_specs(config), dtype=jnp.dtype(jnp.float32))
+
+
+def _target(command: Draft | Acceptance) -> Any:
+    """The model that a draft belongs to, with decoded experts: it works on large batches."""
+    import jax
+    import jax.numpy as jnp
+
+    import checkpoints
+    from k3jax.runtime import Model
+    from k3jax.train import specs
+
+    dtype = jnp.dtype(command.dtype)
+    config, packed = checkpoints.load(command.checkpoint, dtype=dtype)
+    tree = jax.jit(lambda packed: specs.dense_parameters(config, packed, dtype))(packed)
+    return Model.of(config, tree, implementation=command.implementation)
+
+
+def _acceptance(command: Acceptance) -> None:
+    from k3jax import api
+    from k3jax.train import data, draft_acceptance, draft_data
+
+    data.wait_for(command.data, 0)
+    model = _target(command)
+    names = ("rows", "prompt", "tokens", "temperature", "seed")
+    protocol = draft_acceptance.Protocol(**{name: getattr(command, name) for name in names})
+    draft = api.load_draft(command.draft, model)
+    print(json.dumps(draft_acceptance.measure(model, draft, draft_data.Prepared(command.data), protocol)))
 
 
 def _draw(command: Draw) -> None:

@@ -6,6 +6,7 @@ every fiftieth or so is held out; so the split is the same on every run and no h
 """
 
 import hashlib
+import lzma
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -125,16 +126,30 @@ def without_duplicates(sources: Iterable[Source]) -> Iterator[Source]:
             yield source
 
 
-def collect(limit: int | None = None, root: Path | None = None) -> list[Source]:
-    """The corpus of this machine, or of the Python files below `root`; at most about `limit` bytes."""
+def collect(limit: int | None = None, root: Path | None = None, listed: Path | None = None) -> list[Source]:
+    """The corpus of this machine, or of the Python files below `root`; at most about `limit` bytes.
+
+    With `listed`, a stored list of files, exactly those of them that are here unchanged.
+    """
     if root is None:
         files = [*library_files(Path(sysconfig.get_paths()["stdlib"])), *installed_files(metadata.distributions())]
     else:
         files = [("local", "unstated", name, path) for _, _, name, path in library_files(root)]
     unique = {path: (package, licence, name) for package, licence, name, path in files}
     texts = ((entry, readable(path)) for path, entry in unique.items())
-    sources = without_duplicates(Source(*entry, text) for entry, text in texts if text is not None)
+    found = (Source(*entry, text) for entry, text in texts if text is not None)
+    sources = without_duplicates(found) if listed is None else _only(found, listed)
     return list(_up_to(sources, limit))
+
+
+def _only(sources: Iterable[Source], listed: Path) -> Iterator[Source]:
+    """The sources with an entry in a stored list, by the order of their keys."""
+    with lzma.open(listed, "rt", encoding="utf-8") as file:
+        wanted = {tuple(row) for row in (line.split("\t") for line in file.read().splitlines()[1:])}
+    for source in sorted(sources, key=lambda source: source.key):
+        if source.record in wanted:
+            wanted.remove(source.record)
+            yield source
 
 
 def _up_to(sources: Iterable[Source], limit: int | None) -> Iterator[Source]:

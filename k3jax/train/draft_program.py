@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
+from k3jax import params
 from k3jax.config import K3Config
 from k3jax.dspark import files as draft_files
-from k3jax.dspark.config import DraftGqa, DSparkConfig, Rope
+from k3jax.dspark.config import DraftGqa, DSparkConfig, MarkovKind, Rope
 from k3jax.generation.decoding import Decoding, Request
 from k3jax.runtime import Model
 from k3jax.sampling import Sampling
 from k3jax.train import draft_run
+from k3jax.train.draft_data import Prepared
 from k3jax.train.report import Journal
 from k3jax.train.run import Load, Save, state_tree
 
@@ -33,37 +35,52 @@ class Plan:
     """Texts per step."""
     anchors: int = 64
     """Blocks per text."""
-    peak: float = 1e-3
+    peak: float = 2e-3
     texts: int = 2048
     length: int = 256
     """Tokens per text, the prompt included."""
-    prompt: int = 16
+    prompt: int = 32
     """Tokens of real text that each one starts with."""
-    together: int = 256
+    together: int = 1024
     """Texts written at a time."""
+    corpus: int = 0
+    """Texts of the prepared data that are trained on beside those that the target wrote."""
+    resident: bool = False
+    """See `draft_run.Recipe`."""
+    seconds: float | None = None
+    """Time for writing texts and training; with it the schedule ends after `steps` or then, whichever comes first."""
     save_every: int = 500
     seed: int = 0
 
 
-def draft_config(target: K3Config, *, block_size: int = 7, num_layers: int = 2, markov_rank: int = 64) -> DSparkConfig:
-    """A small draft for a small target: taps at a quarter, a half and three quarters of its depth."""
-    depth = target.num_layers
+def draft_config(
+    target: K3Config,
+    *,
+    block_size: int = 7,
+    num_layers: int = 2,
+    markov_rank: int = 64,
+    markov_kind: MarkovKind = "vanilla",
+    num_taps: int = 3,
+    width: int = 2,
+) -> DSparkConfig:
+    """A small draft for a small target: taps at even steps of its depth, MLPs `width` times as wide as the stream."""
     head_dim = 32
+    heads = max(1, target.hidden_size // head_dim)
     return DSparkConfig(
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
-        intermediate_size=2 * target.hidden_size,
+        intermediate_size=width * target.hidden_size,
         num_layers=num_layers,
-        attention=DraftGqa(num_heads=max(1, target.hidden_size // head_dim), num_kv_heads=1, head_dim=head_dim),
+        attention=DraftGqa(num_heads=heads, num_kv_heads=3 if heads % 3 == 0 else 1, head_dim=head_dim),
         rope=Rope(theta=1e4, interleaved=False),
         norm_eps=target.norm_eps,
-        target_layer_ids=tuple(sorted({depth // 4, depth // 2, 3 * depth // 4})),
+        target_layer_ids=tuple(sorted({(i + 1) * target.num_layers // (num_taps + 1) for i in range(num_taps)})),
         mask_token_id=target.pad_token_id,
         block_size=block_size,
         markov_rank=markov_rank,
-        markov_kind="vanilla",
+        markov_kind=markov_kind,
         confidence=True,
         confidence_with_markov=True,
     )
@@ -88,15 +105,17 @@ def write_texts(model: Model, prompts: Int32[np.ndarray, "N P"], plan: Plan) -> 
 def run(
     model: Model,
     config: DSparkConfig,
-    prompts: Int32[np.ndarray, "N P"],
+    prepared: Prepared,
     plan: Plan,
     save: Save,
     load: Load,
+    initial: params.Tree | None = None,
 ) -> draft_run.DraftState:
     """Writes the texts (once), trains, and saves the draft; progress goes to `log.jsonl`.
 
-    Goes on from the latest saved state in `plan.out`, if there is one.
+    Goes on from the latest saved state in `plan.out`, if there is one, otherwise from the parameters `initial`.
     """
+    begin, rng = time.monotonic(), np.random.default_rng(plan.seed)
     plan.out.mkdir(parents=True, exist_ok=True)
     stored = plan.out / TEXTS
     with Journal(plan.out / "log.jsonl") as journal:
@@ -104,20 +123,39 @@ def run(
             texts = np.load(stored)
         else:
             started = time.monotonic()
-            texts = write_texts(model, prompts, plan)
+            texts = write_texts(model, prepared.mixed(rng, plan.texts, plan.prompt), plan)
             np.save(stored, texts)
             journal.write("texts", rows=len(texts), tokens=int(texts.size), took=round(time.monotonic() - started, 1))
-        state = _resume(plan, draft_run.create(config, plan.seed), load)
-        recipe = draft_run.Recipe(steps=plan.steps, peak=plan.peak, anchors=plan.anchors, seed=plan.seed)
-        start = state
+        if plan.corpus:
+            texts = np.concatenate([texts, prepared.texts(rng, plan.corpus, plan.length)])
+        fresh = draft_run.create(config, plan.seed)
+        fresh = fresh if initial is None else fresh._replace(masters=initial)
+        state = start = _resume(plan, fresh, load)
+        step = int(state.step)
+        left = None if plan.seconds is None else max(1.0, plan.seconds - (time.monotonic() - begin))
+        recipe = draft_run.Recipe(
+            steps=plan.steps,
+            seconds=left,
+            peak=plan.peak,
+            anchors=plan.anchors,
+            resident=plan.resident,
+            seed=plan.seed,
+        )
         for state, result in draft_run.train(model, config, start, texts, recipe, plan.rows):
-            step = int(state.step)
-            if step % 20 == 0 or step == plan.steps:
+            step += 1
+            if step % 20 == 0:
                 journal.write("step", step=step, total=plan.steps, **_figures(result))
-            if step % plan.save_every == 0 or step == plan.steps:
-                save(plan.out / f"state-{step:06d}", state_tree(state))
-                draft_files.save(plan.out / "draft", config, state.masters)
+            if step % plan.save_every == 0:
+                _save(plan, config, step, state, save)
+        _save(plan, config, step, state, save)
     return state
+
+
+def _save(plan: Plan, config: DSparkConfig, step: int, state: draft_run.DraftState, save: Save) -> None:
+    path = plan.out / f"state-{step:06d}"
+    if not path.exists():
+        save(path, state_tree(state))
+    draft_files.save(plan.out / "draft", config, state.masters)
 
 
 def _resume(plan: Plan, fresh: draft_run.DraftState, load: Load) -> draft_run.DraftState:
@@ -136,13 +174,6 @@ def _figures(result: draft_run.DraftLosses) -> dict[str, float]:
     names = ("loss", "cross_entropy", "variation", "confidence")
     figures = {name: round(float(getattr(values, name)), 4) for name in names}
     return figures | {"acceptance_length": round(float(1 + np.sum(values.survival)), 3)}
-
-
-def prompts_from(tokens: np.ndarray, plan: Plan) -> Int32[np.ndarray, "N P"]:
-    """Windows of real text at random places."""
-    rng = np.random.default_rng(plan.seed)
-    starts = rng.integers(0, len(tokens) - plan.prompt, plan.texts)
-    return np.stack([tokens[start : start + plan.prompt] for start in starts]).astype(np.int32)
 
 
 def summary(plan: Plan, state: draft_run.DraftState, config: DSparkConfig) -> str:

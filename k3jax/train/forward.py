@@ -73,7 +73,7 @@ def run_layer(config: K3Config, index: int, parameters: Tree, residual: Residual
         valid = rows.valid(residual.prefix.shape[1])
         layer.ffn = ObservedMoe(config, parameters["ffn"], valid, seen.append)
     residual, _, _ = layer(residual, rows, None)
-    return residual, seen[0] if seen else None
+    return residual.settle(), seen[0] if seen else None
 
 
 def hidden_states(

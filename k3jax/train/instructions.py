@@ -14,7 +14,10 @@ from k3jax import chat
 from k3jax.tokenizer import Tokenizer
 from k3jax.tokenizer import control as control_tokens
 
-MOST_LINES = 30
+MOST_LINES = 16
+"""Longer functions drift into loops when a small model writes them."""
+END_WEIGHT = 4.0
+"""Weight of the tokens that end an answer: the last line break and the closing of the channel."""
 EFFORTS = ("low", "high", "max")
 _REQUESTS = (
     "write a function that {task}",
@@ -173,6 +176,16 @@ def conversation(function: Documented, tokenizer: Tokenizer, seed: int) -> Conve
     return Conversation(prompt, chat.render_completion(tokenizer, answer))
 
 
+def completion_weights(completion: list[int], tokenizer: Tokenizer) -> list[float]:
+    """1 for each token, `END_WEIGHT` where the answer has to stop: its last token and the mark that closes it."""
+    weights = [1.0] * len(completion)
+    close = tokenizer.control_id(control_tokens.CLOSE)
+    closings = [i for i, id_ in enumerate(completion) if id_ == close]
+    if len(closings) >= 2:  # of the response, then of the message
+        weights[closings[-2] - 1] = weights[closings[-2]] = END_WEIGHT
+    return weights
+
+
 def pack_conversations(
     conversations: Iterable[Conversation], tokenizer: Tokenizer, *, length: int, prompt_weight: float = 0.1
 ) -> tuple[NDArray[np.uint16], NDArray[np.float16]]:
@@ -184,7 +197,7 @@ def pack_conversations(
     windows: list[tuple[list[int], list[float]]] = []
     for prompt, completion in conversations:
         ids = [*prompt, *completion, end]
-        weights = [prompt_weight] * len(prompt) + [1.0] * len(completion) + [0.0]
+        weights = [prompt_weight] * len(prompt) + completion_weights(completion, tokenizer) + [0.0]
         if len(ids) > length + 1:
             continue
         if not windows or len(windows[-1][0]) + len(ids) > length + 1:

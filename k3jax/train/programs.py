@@ -42,11 +42,14 @@ class Preparation:
     """Directory with a tokenizer to use instead of learning one."""
     root: Path | None = None
     """Take the Python files below this folder instead of the machine's packages."""
+    listed: Path | None = None
+    """Take exactly the files of this stored list that are here unchanged."""
     limit: int | None = None
     """Bytes of text to stop at."""
     length: int = 1024
     """Predictions per window of the chat data."""
-    conversations: int = 30_000
+    conversations: int = 60_000
+    """Most conversations about documented functions."""
     workers: int = 1
     seed: int = 0
 
@@ -56,7 +59,7 @@ def prepare(settings: Preparation) -> dict[str, int]:
     out = settings.out
     out.mkdir(parents=True, exist_ok=True)
     (out / tokens.SIZES).unlink(missing_ok=True)
-    sources = corpus.collect(settings.limit, settings.root)
+    sources = corpus.collect(settings.limit, settings.root, settings.listed)
     if settings.tokenizer is None:
         text = (source.text for source in _up_to(sources, VOCABULARY_BYTES))
         tokenizer_train.train(text, settings.vocab_size, out)
@@ -92,6 +95,7 @@ class Training:
     out: Path
     steps: int | None
     seconds: float | None
+    """With `steps` as well, whichever ends first."""
     chat_steps: int | None = None
     chat_seconds: float | None = None
     rows: int = 64
@@ -106,17 +110,26 @@ class Training:
     wait: float = 0.0
     save_seconds: float = 600.0
     validation_batches: int = 2
+    settle_batches: int = 16
+    settle_rounds: int = 5
 
 
 Export = Callable[[Path, K3Config, Tree], None]
 
 
-def pretrain(settings: Training, save: Any, load: Any, export: Export | None) -> dict[str, Any]:
-    """Trains, resuming what `settings.out` holds; evaluates on all held-out files, exports and draws the curves."""
+def pretrain(
+    settings: Training, save: Any, load: Any, export: Export | None, initial: Tree | None = None
+) -> dict[str, Any]:
+    """Trains, resuming what `settings.out` holds; evaluates on all held-out files, exports and draws the curves.
+
+    A new run starts from the parameters `initial`, a checkpoint's tree, if they are given.
+    """
     from k3jax.train import report
 
     with report.Journal(settings.out / "log.jsonl") as journal:
         run = _create(settings, save, journal)
+        if initial is not None:
+            run.state = run.state._replace(masters=_masters(settings.config, initial, run.mesh))
         _compile(run, settings, journal)
         data.wait_for(settings.data, settings.wait)
         check_tokenizer(settings)
@@ -171,6 +184,14 @@ def _create(settings: Training, save: Any, journal: Any) -> Any:
     )
 
 
+def _masters(config: K3Config, packed: Tree, mesh: Any) -> Tree:
+    """A checkpoint's values as float32 parameters on every device."""
+    from k3jax.train import specs
+    from k3jax.train.run import place_whole
+
+    return place_whole(jax.jit(partial(specs.master_parameters, config))(packed), mesh)
+
+
 def _compile(run: Any, settings: Training, journal: Any) -> None:
     """Runs the programs once on a copy of the state, so that a phase's clock measures training alone."""
     from k3jax.train import step
@@ -194,16 +215,18 @@ def _phases(settings: Training) -> list[Any]:
     from k3jax.train.run import Phase
 
     shape = {"rows": settings.rows, "length": settings.length, "seed": settings.seed}
-    phases = [
-        Phase(
-            name="pretrain",
-            batches=TextBatches(settings.data, **shape),
-            peak=settings.peak,
-            steps=settings.steps,
-            seconds=settings.seconds,
-            balanced=settings.balanced,
+    phases = []
+    if settings.steps != 0:
+        phases.append(
+            Phase(
+                name="pretrain",
+                batches=TextBatches(settings.data, **shape),
+                peak=settings.peak,
+                steps=settings.steps,
+                seconds=settings.seconds,
+                balanced=settings.balanced,
+            )
         )
-    ]
     if settings.chat_steps or settings.chat_seconds:
         phases.append(
             Phase(
@@ -255,17 +278,18 @@ def settled(settings: Training, evaluate: Any, mesh: Any, masters: Tree) -> Tree
 
     # An order of its own, so that the pool is a fresh sample of the text.
     text = data.TextBatches(settings.data, rows=settings.rows, length=settings.length, seed=settings.seed + 2)
-    return settle(settings.config, evaluate, masters, lambda i: place(text(i), mesh))
+    pool = [place(text(i), mesh) for i in range(settings.settle_batches)]
+    return settle(settings.config, evaluate, masters, pool, rounds=settings.settle_rounds)
 
 
 def settle_checkpoint(settings: Training, packed: Tree, export: Export) -> dict[str, Any]:
     """Settles the biases of a checkpoint's tree, evaluates before and after, and exports to `settings.out`."""
-    from k3jax.train import specs, step
+    from k3jax.train import step
     from k3jax.train.evaluate import evaluate_batches, make_evaluate
-    from k3jax.train.run import place, place_whole
+    from k3jax.train.run import place
 
     mesh = step.data_mesh()
-    masters = place_whole(jax.jit(partial(specs.master_parameters, settings.config))(packed), mesh)
+    masters = _masters(settings.config, packed, mesh)
     evaluate = make_evaluate(settings.config, mesh, dtype=jnp.dtype(settings.dtype))
     shape = {"rows": settings.rows, "length": settings.length}
     ids = np.full((settings.rows, settings.length + 1), settings.config.pad_token_id, np.int32)

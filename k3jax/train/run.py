@@ -24,13 +24,16 @@ PROGRESS = "progress.json"
 TIMED_STEPS = (4, 12)
 """Steps between which the time of a step is measured when a phase is given in seconds."""
 
+RETIMED = 100
+"""Steps between which it is checked that `steps` still fit in `seconds`."""
+
 Save = Callable[[Path, dict[str, Any]], None]
 Load = Callable[[Path, dict[str, Any]], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A stretch of training: `steps`, or as many as fit in `seconds`."""
+    """A stretch of training: `steps`, or as many as fit in `seconds`; with both, whichever ends first."""
 
     name: Literal["pretrain", "chat"]
     batches: Batches
@@ -41,8 +44,13 @@ class Phase:
     balanced: bool = True
 
     def __post_init__(self) -> None:
-        if (self.steps is None) == (self.seconds is None):
-            raise ValueError(f"phase {self.name}: steps is {self.steps}, seconds is {self.seconds}; give exactly one")
+        if self.steps is None and self.seconds is None:
+            raise ValueError(f"phase {self.name}: steps and seconds are None; give one of them or both")
+
+    @property
+    def bounded_twice(self) -> bool:
+        """Whether both `steps` and `seconds` end the phase."""
+        return self.steps is not None and self.seconds is not None
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,7 +101,8 @@ class Run:
         return self.state
 
     def _run_phase(self, phase: Phase, limit: int | None) -> int:
-        done, saved, started = 0, time.monotonic(), (self.progress.step, time.monotonic())
+        begin = saved = time.monotonic()
+        done, started = 0, (self.progress.step, begin)
         if self.progress.total is None:
             self.progress.total = phase.steps
         while self.progress.step < (self.progress.total or 10**9) and done != limit:
@@ -104,9 +113,10 @@ class Run:
             if step == TIMED_STEPS[0]:
                 jax.block_until_ready(metrics)
                 started = (step, time.monotonic())
-            if step == TIMED_STEPS[1] and self.progress.total is None:
+            first = step == TIMED_STEPS[1] and self.progress.total is None
+            if first or (phase.bounded_twice and step % RETIMED == RETIMED // 2):
                 jax.block_until_ready(metrics)
-                self._set_total(phase, started)
+                self._set_total(phase, started, begin)
             if step % self.log_every == 0:
                 self._log(phase, metrics, rate, started)
             if self.validation and self.evaluate and (step + 1) % self.validate_every == 0:
@@ -116,10 +126,12 @@ class Run:
                 saved = time.monotonic()
         return done
 
-    def _set_total(self, phase: Phase, started: tuple[int, float]) -> None:
+    def _set_total(self, phase: Phase, started: tuple[int, float], begin: float) -> None:
         assert phase.seconds is not None
         per_step = (time.monotonic() - started[1]) / (self.progress.step - 1 - started[0])
-        self.progress.total = max(self.progress.step, int(phase.seconds / per_step))
+        remaining = phase.seconds - (time.monotonic() - begin)
+        fitting = self.progress.step + int(remaining / per_step)
+        self.progress.total = max(self.progress.step, min(fitting, phase.steps or fitting))
 
     def advance(self, phase: Phase, rate: float) -> Metrics:
         """One step of `phase`; the result may still be computing."""

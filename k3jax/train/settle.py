@@ -6,7 +6,7 @@ next ones, hence a few rounds.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,13 @@ from k3jax.train.evaluate import Evaluate
 from k3jax.train.forward import Batch
 from k3jax.train.step import set_biases
 
-ROUNDS, BATCHES = 5, 16
 
-
-def settle(
-    config: K3Config, evaluate: Evaluate, masters: Tree, batch: Callable[[int], Batch], *, rounds: int = ROUNDS
-) -> Tree:
-    """The parameters with settled correction biases; `batch(i)` for i below `BATCHES` are training batches."""
+def settle(config: K3Config, evaluate: Evaluate, masters: Tree, pool: Sequence[Batch], *, rounds: int) -> Tree:
+    """The parameters with settled correction biases; `pool` are training batches."""
     update = jax.jit(lambda masters, routed: set_biases(config, masters, routed, jnp.array(True)))
     for _ in range(rounds):
-        routed = _total(evaluate(masters, batch(i)).routed for i in range(BATCHES))
+        # One batch at a time: programs with collectives that pile up can starve each other on few cores.
+        routed = _total(jax.block_until_ready(evaluate(masters, batch).routed) for batch in pool)
         masters = update(masters, routed)
     return masters
 

@@ -8,19 +8,25 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from k3jax import tokenizer
 from k3jax.tokenizer import control as control_tokens
-from k3jax.train import instructions
+from k3jax.train import exercises, instructions
 from k3jax.train.corpus import RECORD_COLUMNS, Source
 
 TRAINING, VALIDATION = "training.npy", "validation.npy"
 CHAT = ("chat_ids.npy", "chat_weights.npy")
 SOURCES, SIZES = "training_files.tsv.xz", "sizes.json"
+DOCUMENTS = "documents.tsv"
+"""Where each file lies in the packed ids: split, file, first token, tokens."""
+WORDINGS = 3
+"""Conversations made of each documented function."""
+EXERCISE_SHARE = 0.3
+"""Exercises for each conversation about a documented function."""
 _FILES_PER_TASK = 64
 
 
@@ -40,8 +46,8 @@ def _encode(vocabulary: Path, texts: Sequence[str]) -> list[NDArray[np.uint16]]:
 
 def _converse(vocabulary: Path, seed: int, texts: Sequence[str]) -> list[instructions.Conversation]:
     encoder = tokenizer.load(vocabulary)
-    functions = (function for text in texts for function in instructions.documented_functions(text))
-    return [instructions.conversation(function, encoder, seed) for function in functions]
+    functions = [function for text in texts for function in instructions.documented_functions(text)]
+    return [instructions.conversation(function, encoder, seed + i) for function in functions for i in range(WORDINGS)]
 
 
 def pack(documents: Iterable[NDArray[np.uint16]], end: int) -> NDArray[np.uint16]:
@@ -55,18 +61,21 @@ def write_corpus(sources: Sequence[Source], vocabulary: Path, directory: Path, w
     """Stores both splits as packed ids and the list of files; returns and stores the sizes."""
     directory.mkdir(parents=True, exist_ok=True)
     end = tokenizer.load(vocabulary).control_id(control_tokens.END_OF_SEQUENCE)
-    documents = in_parallel(partial(_encode, vocabulary), [source.text for source in sources], workers)
+    encoded = in_parallel(partial(_encode, vocabulary), [source.text for source in sources], workers)
     sizes: dict[str, int] = {}
+    places: list[str] = []
     for name, held_out in ((TRAINING, False), (VALIDATION, True)):
-        chosen = [(s, ids) for s, ids in zip(sources, documents, strict=True) if s.held_out == held_out]
+        chosen = [(s, ids) for s, ids in zip(sources, encoded, strict=True) if s.held_out == held_out]
         packed = pack((ids for _, ids in chosen), end)
         np.save(directory / name, packed)
         split = name.removesuffix(".npy")
+        places += _places(split, chosen)
         sizes |= {
             f"{split}_files": len(chosen),
             f"{split}_bytes": sum(len(source.text.encode()) for source, _ in chosen),
             f"{split}_tokens": len(packed),
         }
+    (directory / DOCUMENTS).write_text("".join(f"{line}\n" for line in places), encoding="utf-8")
     with lzma.open(directory / SOURCES, "wt", encoding="utf-8", preset=9) as file:
         rows = [RECORD_COLUMNS, *sorted(source.record for source in sources)]
         file.writelines("\t".join(row) + "\n" for row in rows)
@@ -77,14 +86,44 @@ def write_corpus(sources: Sequence[Source], vocabulary: Path, directory: Path, w
 def write_chat(
     sources: Sequence[Source], vocabulary: Path, directory: Path, workers: int, *, length: int, seed: int, most: int
 ) -> dict[str, int]:
-    """Stores chat windows made from the training files' documented functions, at most `most` of them."""
+    """Stores chat windows made from the training files' documented functions and from exercises.
+
+    At most `most` conversations about documented functions.
+    """
     texts = [source.text for source in sources if not source.held_out]
     conversations = in_parallel(partial(_converse, vocabulary, seed), texts, workers)
-    random.Random(seed).shuffle(conversations)
-    packed = instructions.pack_conversations(conversations[:most], tokenizer.load(vocabulary), length=length)
+    order, encoder = random.Random(seed), tokenizer.load(vocabulary)
+    order.shuffle(conversations)
+    del conversations[most:]
+    tasks = exercises.exercises(round(EXERCISE_SHARE * len(conversations)), seed)
+    conversations += [instructions.conversation(task, encoder, seed + i) for i, task in enumerate(tasks)]
+    order.shuffle(conversations)
+    packed = instructions.pack_conversations(conversations, encoder, length=length)
     for name, array in zip(CHAT, packed, strict=True):
         np.save(directory / name, array)
-    return {"chat_conversations": min(most, len(conversations)), "chat_windows": len(packed[0])}
+    return {"chat_conversations": len(conversations), "chat_windows": len(packed[0])}
+
+
+def _places(split: str, documents: Sequence[tuple[Source, NDArray[np.uint16]]]) -> list[str]:
+    """Lines of `DOCUMENTS`; a document's end mark belongs to none."""
+    starts = np.cumsum([0, *(len(ids) + 1 for _, ids in documents)]).tolist()
+    return [
+        f"{split}\t{source.name}\t{start}\t{len(ids)}" for start, (source, ids) in zip(starts, documents, strict=False)
+    ]
+
+
+class Document(NamedTuple):
+    """A file in the packed ids of its split."""
+
+    name: str
+    start: int
+    tokens: int
+
+
+def documents(directory: Path, split: str) -> list[Document]:
+    """The files of "training" or "validation", in order."""
+    rows = (line.split("\t") for line in (directory / DOCUMENTS).read_text(encoding="utf-8").splitlines())
+    return [Document(name, int(start), int(size)) for part, name, start, size in rows if part == split]
 
 
 class Windows:

@@ -68,17 +68,22 @@ class Golden:
     """Names that mean nothing here."""
 
 
+def arrays_of(path: str | Path) -> dict[str, np.ndarray]:
+    """The arrays of an `.npz`. Raises `GoldenError` for a file that cannot be read."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise GoldenError(f"{path}: cannot be read ({reason}); expected an .npz of reference outputs") from error
+
+
 def read(path: str | Path) -> Golden:
     """Reads an `.npz` of reference outputs.
 
     Raises `GoldenError` for an unreadable file, and for a prompt without `input_ids`.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError, AttributeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise GoldenError(f"{path}: cannot be read ({reason}); expected an .npz of reference outputs") from error
+    arrays = arrays_of(path)
     matches = {name: match["prompt"] for name in arrays if (match := _NAME.fullmatch(name))}
     cases = [Case(prompt, dict(_of_prompt(arrays, matches, prompt))) for prompt in dict.fromkeys(matches.values())]
     for case in cases:

@@ -5,8 +5,8 @@ import functools
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas.attn_res import xla
-from pallas.attn_res.types import Summary
+from pallas.attn_res import mosaic, xla
+from pallas.attn_res.types import Read, Summary
 from pallas.dispatch import Implementation, select
 
 
@@ -26,6 +26,27 @@ def mix(
     mix in float32, rounded once. Without sources the result is the prefix.
     """
     return select(implementation, xla=xla.mix)(sources, prefix, norm, query, eps=eps)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "norm_eps", "implementation"))
+def read(
+    sources: tuple[Float[Array, "*batch D"], ...],
+    prefix: Float[Array, "*batch D"],
+    output: Float[Array, "*batch D"] | None,
+    norm: Float[Array, " D"],
+    query: Float[Array, " D"],
+    out_norm: Float[Array, " D"],
+    *,
+    eps: float = 1e-5,
+    norm_eps: float = 1e-5,
+    implementation: Implementation = None,
+) -> Read:
+    """Adds a sublayer's `output` to the prefix, then RMSNorm with weight `out_norm` of the `mix`: one whole site.
+
+    The sum is rounded to the prefix's dtype before it is scored; without an output the prefix stays as it is.
+    """
+    run = select(implementation, mosaic=mosaic.read, xla=xla.read)
+    return run(sources, prefix, output, norm, query, out_norm, eps, norm_eps)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "implementation"))

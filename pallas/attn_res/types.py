@@ -1,4 +1,4 @@
-"""Data that passes between the two phases of AttnRes."""
+"""Data that passes between the two phases of AttnRes, and the result of a read."""
 
 from typing import NamedTuple
 
@@ -15,3 +15,10 @@ class Summary(NamedTuple):
     maximum: Float[Array, "sites *batch"]
     total: Float[Array, "sites *batch"]
     mixed: Float[Array, "sites *batch D"]
+
+
+class Read(NamedTuple):
+    """The updated prefix and the normalised mix that the next sublayer takes."""
+
+    prefix: Float[Array, "*batch D"]
+    normed: Float[Array, "*batch D"]

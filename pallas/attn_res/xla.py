@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas.attn_res.types import Summary
+from pallas.attn_res.types import Read, Summary
 
 
 def _score(source: Float[Array, "*batch D"], pseudo_query: Float[Array, " D"], eps: float) -> Float[Array, "*batch"]:
@@ -38,6 +38,23 @@ def mix(
     weights = jax.nn.softmax(scores, axis=0)
     terms = [weight[..., None] * value.astype(jnp.float32) for weight, value in zip(weights, values, strict=True)]
     return functools.reduce(operator.add, terms).astype(prefix.dtype)
+
+
+def read(
+    sources: tuple[Float[Array, "*batch D"], ...],
+    prefix: Float[Array, "*batch D"],
+    output: Float[Array, "*batch D"] | None,
+    norm: Float[Array, " D"],
+    query: Float[Array, " D"],
+    out_norm: Float[Array, " D"],
+    eps: float,
+    norm_eps: float,
+) -> Read:
+    """See `pallas.attn_res.read`; the norm's weight acts after rounding, as Moonshot's does."""
+    prefix = prefix if output is None else prefix + output
+    wide = mix(sources, prefix, norm, query, eps=eps).astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + norm_eps)
+    return Read(prefix, jnp.broadcast_to(out_norm, prefix.shape) * (wide * scale).astype(prefix.dtype))
 
 
 def summarize(

@@ -14,7 +14,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int32
 
-from pallas.kda.mosaic_intra import CHUNK, NARROW, PRODUCT, WIDE, Operands, over_columns
+from pallas.kda.mosaic_intra import (
+    CHUNK,
+    NARROW,
+    PRODUCT,
+    WIDE,
+    Operands,
+    emulated_product,
+    halves,
+    over_columns,
+    tensor_core_product,
+)
 from pallas.kda.mosaic_state import SIDE, STAGES, advance, emulated_advance, segment_chunks
 from pallas.kda.mosaic_token import pl_ds
 
@@ -23,9 +33,9 @@ LOCAL, TRANSITION = 0, 1
 
 
 def segment_maps(
-    operands: Operands, length: Int32[Array, "B"], segments: int, interpret: Any = None
+    operands: Operands, length: Int32[Array, "B"], segments: int, wanted: int, interpret: Any = None
 ) -> Float32[Array, "B P 2 H D D"]:
-    """Local state and transition of each segment, both [value, key]."""
+    """Local state and transition of the first `wanted` of `segments` segments, both [value, key]."""
     rows, heads, tokens, channels = operands.pull.shape
     most = segment_chunks(tokens, segments)
     step = advance if interpret is None else emulated_advance
@@ -50,7 +60,7 @@ def segment_maps(
     ):
         head, group = lax.axis_index("heads"), lax.axis_index("group")
         piece, kind = lax.axis_index("pieces") // 2, lax.axis_index("pieces") % 2
-        row, segment = piece // segments, piece % segments
+        row, segment = piece // wanted, piece % wanted
         first = segment * most
         chunks = jnp.clip((lengths[row] + CHUNK - 1) // CHUNK - first, 0, most)
 
@@ -108,8 +118,8 @@ def segment_maps(
     starts = jnp.stack([jnp.zeros((channels, channels)), jnp.eye(channels)]).astype(jnp.float32)
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows, segments, 2, heads, channels, channels), jnp.float32),
-        grid=(heads, rows * segments * 2),
+        out_type=jax.ShapeDtypeStruct((rows, wanted, 2, heads, channels, channels), jnp.float32),
+        grid=(heads, rows * wanted * 2),
         grid_names=("heads", "pieces"),
         num_threads=3,
         thread_name="group",
@@ -139,10 +149,54 @@ def segment_maps(
     )
 
 
-def start_states(state: Float32[Array, "B H D D"], maps: Float32[Array, "B P 2 H D D"]) -> Float32[Array, "B P H D D"]:
-    """The state before each segment, from the one before the first; all [value, key]."""
-    states = [state]
-    for segment in range(maps.shape[1] - 1):
-        local, transition = maps[:, segment, LOCAL], maps[:, segment, TRANSITION]
-        states.append(jnp.matmul(states[-1], transition, precision=lax.Precision.HIGHEST) + local)
-    return jnp.stack(states, axis=1)
+def start_states(
+    state: Float32[Array, "B H D D"], maps: Float32[Array, "B P 2 H D D"], interpret: Any = None
+) -> Float32[Array, "B Q H D D"]:
+    """The state before each of P + 1 segments, from the one before the first; all [value, key].
+
+    S_p+1 = S_p transition + local, one block per half of the values, the state in registers. Both factors go to the
+    tensor cores in two bfloat16 parts, which keeps 16 bits of each.
+    """
+    rows, steps, _, heads, channels, _ = maps.shape
+    product = tensor_core_product if interpret is None else emulated_product
+
+    def body(state, maps, starts, transition, high, low, ready):
+        head, row = lax.axis_index("heads"), lax.axis_index("pieces") // 2
+        values = pl.ds(lax.axis_index("pieces") % 2 * SIDE, SIDE)
+
+        def fetch(segment: jax.Array) -> None:
+            plgpu.copy_gmem_to_smem(maps.at[row, segment, TRANSITION, head], transition, ready)
+
+        def step(segment: jax.Array, current: jax.Array) -> jax.Array:
+            local = plgpu.load(maps.at[row, segment, LOCAL, head, values], layout=PRODUCT, optimized=False)
+            plgpu.barrier_wait(ready)
+            for half in range(2):
+                keys = pl_ds(SIDE * half, SIDE)
+                high[keys, :], low[keys, :] = halves(plgpu.load(transition.at[keys], layout=PRODUCT, optimized=False))
+            plgpu.commit_smem()
+            pl.when(segment + 1 < steps)(lambda: fetch(segment + 1))
+            ours = halves(current)
+            pairs = (ours[0], high), (ours[0], low), (ours[1], high)
+            following = product((SIDE, channels), *pairs) + local
+            plgpu.commit_smem()
+            starts[row, segment + 1, head, values] = following
+            return following
+
+        fetch(jnp.int32(0))
+        first = plgpu.load(state.at[row, head, values], layout=PRODUCT, optimized=False)
+        starts[row, 0, head, values] = first
+        lax.fori_loop(0, steps, step, first)
+
+    part = plgpu.SMEM((channels, channels), jnp.bfloat16, transforms=WIDE)
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((rows, steps + 1, heads, channels, channels), jnp.float32),
+        grid=(heads, 2 * rows),
+        grid_names=("heads", "pieces"),
+        scratch_types=(plgpu.SMEM((channels, channels), jnp.float32), part, part, plgpu.Barrier()),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True, unsafe_no_auto_barriers=True
+        ),
+        interpret=interpret,
+        kernel_name="kda_starts",
+    )(state, maps)

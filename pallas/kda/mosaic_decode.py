@@ -1,9 +1,11 @@
-"""KDA decode as one Mosaic GPU kernel per call, one block per (row, head): raw projections in, gated output out.
+"""KDA decode as one Mosaic GPU kernel per call: raw projections in, gated output out.
 
-The state goes through shared memory by bulk copies, so it is read and written once; conv, norms and gates of the
-token are computed while it arrives. Pools are updated in place by slot.
+A block walks over heads of rows. States go through a ring of three buffers in shared memory by bulk copies, so each is
+read and written once, and while one is updated the next arrives and the last leaves; conv, norms and gates of a token
+are computed before its state is there. Pools are updated in place by slot.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,8 +18,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from pallas.kda.mosaic_token import (
     CHANNELS,
     GATE,
+    MULTIPROCESSORS,
     PARAMS,
+    ROWS,
     STATE_LAYOUT,
+    VALUE,
     VALUE_LAYOUT,
     fetch_inputs,
     fetch_slot,
@@ -33,6 +38,10 @@ from pallas.kda.mosaic_token import (
 )
 from pallas.kda.types import WINDOW, Decode, KdaWeights
 
+STATES, INPUTS = 3, 2
+"""Buffers of a block: one state is updated while another arrives and a third leaves; inputs of this item and the next
+one."""
+
 
 def require_supported(channels: int, dtype: jnp.dtype) -> None:
     """Raises `NotImplementedError` with the reason for a call that the kernels do not serve."""
@@ -40,6 +49,19 @@ def require_supported(channels: int, dtype: jnp.dtype) -> None:
         raise NotImplementedError(f"kda mosaic kernels serve head dimension {CHANNELS}, got {channels}")
     if dtype != jnp.bfloat16:
         raise NotImplementedError(f"kda mosaic kernels serve bfloat16 activations, got {dtype}")
+
+
+def ring_scratch(dtype: jnp.dtype) -> dict[str, Any]:
+    """`scratch` for one token with a leading axis: states and inputs of several items, vectors of one."""
+    few = {"state": STATES, "state_ready": STATES, "vectors": 1}
+
+    def repeat(name: str, buffer: Any) -> Any:
+        count = few.get(name, INPUTS)
+        if isinstance(buffer, plgpu.Barrier):
+            return dataclasses.replace(buffer, num_barriers=count)
+        return plgpu.SMEM((count, *buffer.shape), buffer.dtype)
+
+    return {name: repeat(name, buffer) for name, buffer in scratch(1, dtype).items() if name != "overlaps"}
 
 
 def decode(
@@ -61,56 +83,90 @@ def decode(
     # One signed number per row: negative for fresh. The same for every layer, so XLA computes it once per step.
     code = jnp.where(fresh, -slot, slot)
 
-    def body(qkvz, decay, beta, conv, a_log, dt_bias, norm, code, state_pool, window_pool, output, **buffers: Any):
-        row, head = lax.axis_index("rows"), lax.axis_index("heads")
-        fetch_inputs([qkvz.at[row, head]], decay.at[pl.ds(row, 1), head], conv, head, buffers)
-        mark = code[row]
-        slot, fresh = jnp.abs(mark), mark < 0
-        pl.when(mark != 0)(lambda: fetch_slot(state_pool, window_pool, slot, head, buffers))
-        parameters = gate_parameters(a_log, dt_bias, head)
-        strength = sigmoid(beta[row, head].astype(jnp.float32))
+    items = rows * heads
+    workers = min(items, MULTIPROCESSORS)
+
+    def body(qkvz, decay, beta, conv, a_log, dt_bias, norm, code, state_pool, window_pool, output, **ring: Any):
         weight = plgpu.load(norm, layout=VALUE_LAYOUT, optimized=False)
-        plgpu.barrier_wait(buffers["inputs_ready"])
-        gate_vectors(buffers, parameters, lower_bound)
 
-        @pl.when(mark == 0)
-        def _inert() -> None:
-            output[row, head] = jnp.zeros((CHANNELS,), output.dtype)
+        def place(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+            item = lax.axis_index("workers") + turn * workers
+            return item // heads, item % heads
 
-        @pl.when(mark != 0)
-        def _live() -> None:
-            state, raw, vectors = (buffers[name] for name in ("state", "raw", "vectors"))
-            plgpu.barrier_wait(buffers["window_ready"])
+        def buffers_of(turn: jax.Array) -> dict[str, Any]:
+            index = {"state": turn % STATES, "state_ready": turn % STATES, "vectors": 0}
+            # The vectors' rows beyond the only token are free: one of them takes <k, q>.
+            overlaps = ring["vectors"].at[0, VALUE, 1, pl_ds(0, ROWS)]
+            return {name: ref.at[index.get(name, turn % INPUTS)] for name, ref in ring.items()} | {"overlaps": overlaps}
 
-            @pl.when(fresh)
-            def _forget() -> None:
-                raw[pl_ds(0, 4 * WINDOW), :] = jnp.zeros((4 * WINDOW, CHANNELS), raw.dtype)
+        def fetch(turn: jax.Array) -> None:
+            row, head = place(turn)
+
+            @pl.when(row < rows)
+            def _fetch() -> None:
+                mark, buffers = code[row], buffers_of(turn)
+                fetch_inputs([qkvz.at[row, head]], decay.at[pl.ds(row, 1), head], conv, head, buffers)
+                pl.when(mark != 0)(lambda: fetch_slot(state_pool, window_pool, jnp.abs(mark), head, buffers))
+
+        def run(turn: jax.Array, _: None) -> None:
+            row, head = place(turn)
+            pl.when(row < rows)(lambda: work(turn, row, head))
+
+        def work(turn: jax.Array, row: jax.Array, head: jax.Array) -> None:
+            buffers, mark = buffers_of(turn), code[row]
+            slot, fresh = jnp.abs(mark), mark < 0
+            parameters = gate_parameters(a_log, dt_bias, head)
+            strength = sigmoid(beta[row, head].astype(jnp.float32))
+            plgpu.barrier_wait(buffers["inputs_ready"])
+            gate_vectors(buffers, parameters, lower_bound)
+
+            @pl.when(mark == 0)
+            def _inert() -> None:
+                output[row, head] = jnp.zeros((CHANNELS,), output.dtype)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            @pl.when(mark != 0)
+            def _live() -> None:
+                state, raw, vectors = (buffers[name] for name in ("state", "raw", "vectors"))
+                plgpu.barrier_wait(buffers["window_ready"])
+
+                @pl.when(fresh)
+                def _forget() -> None:
+                    raw[pl_ds(0, 4 * WINDOW), :] = jnp.zeros((4 * WINDOW, CHANNELS), raw.dtype)
+                    plgpu.commit_smem()
+
+                token_vectors(buffers, 0)
                 plgpu.commit_smem()
+                for age in range(WINDOW):
+                    plgpu.copy_smem_to_gmem(raw.at[pl_ds(4 * age + 4, 3)], window_pool.at[slot, age, head])
+                overlap_vectors(buffers)
+                plgpu.commit_smem()
+                gate = plgpu.load(vectors.at[GATE, 0], layout=VALUE_LAYOUT, optimized=False)
+                plgpu.barrier_wait(buffers["state_ready"])
+                before = jnp.where(fresh, 0.0, plgpu.load(state, layout=STATE_LAYOUT, optimized=False))
+                after, reading, _ = step(before, vectors, 0, strength, buffers["overlaps"][0])
+                state[...] = after
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(state, state_pool.at[slot, head])
+                output[row, head] = gated_norm(reading, gate, weight, norm_eps, output.dtype)
+                # All but this state have left: the buffers of the item after next are free.
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
-            token_vectors(buffers, 0)
-            plgpu.commit_smem()
-            for age in range(WINDOW):
-                plgpu.copy_smem_to_gmem(raw.at[pl_ds(4 * age + 4, 3)], window_pool.at[slot, age, head])
-            overlap_vectors(buffers)
-            plgpu.commit_smem()
-            gate = plgpu.load(vectors.at[GATE, 0], layout=VALUE_LAYOUT)
-            plgpu.barrier_wait(buffers["state_ready"])
-            before = jnp.where(fresh, 0.0, plgpu.load(state, layout=STATE_LAYOUT))
-            after, reading, _ = step(before, vectors, 0, strength, buffers["overlaps"][0])
-            state[...] = after
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(state, state_pool.at[slot, head])
-            output[row, head] = gated_norm(reading, gate, weight, norm_eps, output.dtype)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            fetch(turn + INPUTS)
+
+        for turn in range(INPUTS):
+            fetch(jnp.int32(turn))
+        lax.fori_loop(0, -(-items // workers), run, None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     states, windows = jax.new_ref(state_pool), jax.new_ref(window_pool)
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, heads, channels), qkvz.dtype),
-        grid=(heads, rows),
-        grid_names=("heads", "rows"),
-        scratch_types=scratch(1, qkvz.dtype),
-        compiler_params=PARAMS,
+        grid=(workers,),
+        grid_names=("workers",),
+        scratch_types=ring_scratch(qkvz.dtype),
+        compiler_params=dataclasses.replace(PARAMS, reduction_scratch_bytes=512),
         interpret=interpret,
         kernel_name="kda_decode",
     )

@@ -1,14 +1,19 @@
-"""KDA prefill, first kernel: everything of a chunk that does not depend on the state, 64 tokens of a head a block.
+"""KDA prefill, first kernel: everything of a chunk that does not depend on the state.
 
-Convolution, SiLU, norms and gates of 64 tokens, which are two chunks of 32, then the chunk's operands for the
+Convolution, SiLU, norms and gates of 64 tokens of a head, which are two chunks of 32, then the chunks' operands for the
 recurrence. Decays refer to the middle of the chunk: with g > -5 no exponent passes 16 * 5 = 80, which float32 and
 bfloat16 can hold, so one scaling of the rows and one of the columns serve all products, and the recurrence takes the
 very same operands. The decays come as a product of a matrix of -1, 0, 1 with the gates on the tensor cores, gates
 split in two bfloat16 parts: every difference is summed directly, without cancellation. The triangular inverse is by
-fp32 forward substitution inside a tile of 16, joined over the two tiles of a chunk.
+fp32 forward substitution over the whole chunk.
+
+A block of threads holds two such pieces of 64 tokens side by side, two warpgroups each: sixteen warps to a
+multiprocessor, no thread above 128 registers. Each side walks over pieces on its own, so that one computes while the
+other waits for memory. The two warpgroups ("parts") of a side share the tokens of the
+convolution and the gates, then the channels of the scaling; at the end one inverts while the other makes the values.
 
 No barriers are inserted around shared memory: `plgpu.commit_smem` stands before a buffer is overwritten that other
-warps may still read, and before one is read that other warps have written.
+warps of the warpgroup may still read, and before one is read that they have written; `meet` where both parts exchange.
 """
 
 from collections.abc import Callable
@@ -16,18 +21,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas.kda.mosaic_token import CHANNELS, KEY_EPS, pl_ds
+from pallas.kda.mosaic_token import CHANNELS, KEY_EPS, MULTIPROCESSORS, pl_ds
 from pallas.kda.types import KdaWeights
 
-BLOCK, CHUNK, TILE = 64, 32, 16
+BLOCK, CHUNK, TILE, SIDES = 64, 32, 16, 2
+HALF = CHANNELS // 2
 LOG2_E = 1.4426950408889634
 WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 NARROW = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(64))
+FEW, MANY = 72, 80
+"""Rows of 256 bytes that every view of a shared buffer takes per side, so that sides never overlap."""
 
 RUN_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((TILE, CHANNELS), (4, CHANNELS), (4,))), warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1
@@ -41,9 +50,9 @@ COLUMN_LAYOUT = plgpu.Layout.TILED(
 )
 """[16, 128]: whole channels per warp, for sums over tokens; a store takes rows four apart, as the swizzle wants."""
 SOLVE_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((4, TILE), (1,))), warp_dims=(-3,), lane_dims=(plgpu.Replicated(2), -2), vector_dim=-1
+    plgpu.Tiling(((2, CHUNK), (1,))), warp_dims=(plgpu.Replicated(2), -3), lane_dims=(-2,), vector_dim=-1
 )
-"""[4, 16]: a row of the inverse of each of the four tiles, a tile per warp."""
+"""[2, 32]: a row of the inverse of both chunks, a column per lane."""
 PRODUCT = plgpu.Layout.WGMMA
 Product = Callable[..., jax.Array]
 
@@ -62,12 +71,6 @@ class Operands(NamedTuple):
     inverse: jax.Array
     attention: jax.Array
     total: jax.Array
-
-
-def silu(x: jax.Array) -> jax.Array:
-    """X * sigmoid(x) with one tanh."""
-    half = 0.5 * x
-    return half + half * jnp.tanh(half)
 
 
 def over_rows(x: jax.Array, layout: Any, shape: tuple[int, int] = (BLOCK, CHANNELS)) -> jax.Array:
@@ -97,7 +100,7 @@ def tensor_core_product(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.
 
 
 def emulated_product(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:
-    """A product for interpretation on a CPU, where the left operand cannot come from registers."""
+    """A product for interpretation on a CPU."""
     total = jnp.zeros(shape, jnp.float32)
     for left, right in pairs:
         total += jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
@@ -105,155 +108,113 @@ def emulated_product(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Arr
 
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """X as a bfloat16 value and a bfloat16 remainder."""
-    high = x.astype(jnp.bfloat16)
-    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    """X as a bfloat16 value, cut off rather than rounded because that is one integer operation, and a remainder."""
+    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536), jnp.float32)
+    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
-def convolve(raw: Any, taps: Any, part: int, first: jax.Array) -> jax.Array:
-    """SiLU of 16 convolved tokens of q, k or v, float32; `raw` starts 3 rows early, `taps` is [4, 3, 128]."""
-    mixed = None
-    for tap in range(4):
-        weight = plgpu.load(taps.at[tap, part], layout=RUN_LAYOUT.reduce(0), optimized=False)
+def load_taps(conv: Any, head: jax.Array, part: int) -> list[jax.Array]:
+    """Half of the convolution's weights for q, k or v: the half that SiLU wants."""
+    layout = RUN_LAYOUT.reduce(0)
+    taps = [plgpu.load(conv.at[tap, head, part], layout=layout, optimized=False) for tap in range(4)]
+    # The barrier keeps the compiler from halving the sums instead, element by element.
+    return [lax.optimization_barrier(0.5 * tap) for tap in taps]
+
+
+def convolve(raw: Any, taps: list[jax.Array], first: jax.Array) -> jax.Array:
+    """SiLU of 16 convolved tokens, float32; `raw` starts 3 rows early. With x / 2 at hand that is one tanh."""
+    half = None
+    for tap, weight in enumerate(taps):
         rows = plgpu.load(raw.at[pl.ds(first + tap, TILE)], layout=RUN_LAYOUT, optimized=False)
         term = rows.astype(jnp.float32) * over_columns(weight, RUN_LAYOUT, (TILE, CHANNELS))
-        mixed = term if mixed is None else mixed + term
-    return silu(mixed)
+        half = term if half is None else half + term
+    return half + half * jnp.tanh(half)
 
 
-def over_tiles(body: Callable[[jax.Array], None]) -> None:
-    """Runs `body(first token)` for each tile of the block.
+def over_tiles(tiles: int, start: jax.Array | int, body: Callable[[jax.Array], None]) -> None:
+    """Runs `body(first token)` for some tiles from token `start` on.
 
     A loop, because straight-line code of this length starves the instruction cache.
     """
 
     def step(tile: jax.Array, _: None) -> None:
-        body(tile * TILE)
+        body(start + tile * TILE)
 
-    lax.fori_loop(0, BLOCK // TILE, step, None)
-
-
-def valid_rows(first: jax.Array, length: jax.Array, layout: Any) -> jax.Array:
-    """Which of 16 tokens from `first` on lie below `length`."""
-    return iotas((TILE, CHANNELS), layout)[0] < length - first
+    lax.fori_loop(0, tiles, step, None)
 
 
-def unit_rows(raw: Any, taps: Any, part: int, scale: float, length: jax.Array, target: Any) -> None:
-    """Convolved rows of q or k, normalised to length `scale`; zero from `length` on."""
-
-    def tile(first: jax.Array) -> None:
-        mixed = convolve(raw, taps, part, first)
-        factor = lax.rsqrt((mixed * mixed).sum(axis=1) + KEY_EPS) * scale
-        result = mixed * over_rows(factor, RUN_LAYOUT, (TILE, CHANNELS))
-        target[pl.ds(first, TILE), :] = jnp.where(valid_rows(first, length, RUN_LAYOUT), result, 0.0).astype(
-            target.dtype
-        )
-
-    over_tiles(tile)
+def unit_rows(raw: Any, taps: list[jax.Array], scale: float, length: jax.Array, target: Any, first: jax.Array) -> None:
+    """16 convolved rows of q or k, normalised to length `scale`; zero from `length` on."""
+    mixed = convolve(raw, taps, first)
+    token = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=RUN_LAYOUT.reduce(1))
+    factor = lax.rsqrt((mixed * mixed).sum(axis=1) + KEY_EPS) * scale
+    factor = jnp.where(token < length - first, factor, 0.0)
+    target[pl.ds(first, TILE), :] = (mixed * over_rows(factor, RUN_LAYOUT, (TILE, CHANNELS))).astype(target.dtype)
 
 
-def value_rows(raw: Any, taps: Any, betas: Any, length: jax.Array, target: Any) -> None:
-    """Convolved rows of v times beta; zero from `length` on."""
-
-    def tile(first: jax.Array) -> None:
-        beta = plgpu.load(betas.at[pl.ds(first, TILE)], layout=RUN_LAYOUT.reduce(1), optimized=False)
-        result = convolve(raw, taps, 2, first) * over_rows(beta, RUN_LAYOUT, (TILE, CHANNELS))
-        target[pl.ds(first, TILE), :] = jnp.where(valid_rows(first, length, RUN_LAYOUT), result, 0.0).astype(
-            target.dtype
-        )
-
-    over_tiles(tile)
+def value_rows(raw: Any, taps: list[jax.Array], betas: Any, target: Any, first: jax.Array) -> None:
+    """16 convolved rows of v times beta."""
+    beta = plgpu.load(betas.at[pl.ds(first, TILE)], layout=RUN_LAYOUT.reduce(1), optimized=False)
+    result = convolve(raw, taps, first) * over_rows(beta, RUN_LAYOUT, (TILE, CHANNELS))
+    target[pl.ds(first, TILE), :] = result.astype(target.dtype)
 
 
 def gate_rows(
     logits: Any, speed: jax.Array, bias: jax.Array, lower_bound: float, length: jax.Array, gates: tuple, totals: Any
-) -> None:
-    """Log decays in base 2 in two parts, and exp of their sum over each tile; zero decay from `length` on."""
+) -> Callable[[jax.Array], None]:
+    """For 16 tokens, log decays in base 2 in two parts and exp of their sum; zero decay from `length` on.
+
+    `speed` is half of exp(a_log), `bias` is multiplied by it.
+    """
+    scale = 0.5 * lower_bound * LOG2_E
 
     def tile(first: jax.Array) -> None:
         rows = plgpu.load(logits.at[pl.ds(first, TILE)], layout=COLUMN_LAYOUT, optimized=False).astype(jnp.float32)
-        shifted = (rows + over_columns(bias, COLUMN_LAYOUT, (TILE, CHANNELS))) * (0.5 * speed)
-        decay = (0.5 * lower_bound * LOG2_E) * (1.0 + jnp.tanh(shifted))
-        decay = jnp.where(valid_rows(first, length, COLUMN_LAYOUT), decay, 0.0)
+        decay = scale + scale * jnp.tanh(rows * speed + over_columns(bias, COLUMN_LAYOUT, (TILE, CHANNELS)))
+        valid = iotas((TILE, CHANNELS), COLUMN_LAYOUT)[0] < length - first
+        decay = jnp.where(valid, decay, 0.0)
         totals[first // TILE] = jnp.exp2(decay.sum(axis=0))
         for gate, half in zip(gates, halves(decay)):
             gate[pl.ds(first, TILE), :] = half
 
-    over_tiles(tile)
+    return tile
 
 
-def own_columns(blocks: jax.Array) -> jax.Array:
-    """[64, 64], zero outside the two chunks' diagonal blocks, as [64, 32]: each row keeps its own chunk's columns."""
-    row, _ = iotas((BLOCK, CHUNK), PRODUCT)
+def own_columns(blocks: jax.Array, shape: tuple[int, int] = (BLOCK, CHUNK)) -> jax.Array:
+    """[64, 64], of which the two chunks' diagonal blocks count, as [64, 32]: a row keeps its own chunk's columns."""
+    row, _ = iotas(shape, PRODUCT)
     return jnp.where(row < CHUNK, blocks[:, :CHUNK], blocks[:, CHUNK:])
 
 
-class TileView:
-    """The four 16 x 16 diagonal tiles of a [65, 64] buffer, seen as [4, 1040] so that one index reaches all of them."""
+def solve(solved: Any, side: jax.Array) -> None:
+    """Overwrites the strictly lower L of a side's chunks, in a [2, 160, 32] buffer, by the rows of (I + L)^-1.
 
-    def __init__(self, buffer: Any) -> None:
-        self.tiles = buffer.reshape((4, (BLOCK * BLOCK + BLOCK) // 4))
-
-    def entry(self, i: int, j: int) -> jax.Array:
-        """Element (i, j) of each tile."""
-        return plgpu.load(self.tiles.at[:, BLOCK * i + j], layout=SOLVE_LAYOUT.reduce(1), optimized=False)
-
-    def write(self, i: int, row: jax.Array) -> None:
-        """Sets row i of each tile."""
-        self.tiles[:, pl_ds(BLOCK * i, TILE)] = row
-
-
-class EmulatedTileView:
-    """`TileView` for interpretation, which has no reshaped view of shared memory."""
-
-    def __init__(self, buffer: Any) -> None:
-        self.buffer = buffer
-
-    def entry(self, i: int, j: int) -> jax.Array:
-        """Element (i, j) of each tile."""
-        return jnp.stack([self.buffer[start + i, start + j] for start in range(0, BLOCK, TILE)])
-
-    def write(self, i: int, row: jax.Array) -> None:
-        """Sets row i of each tile."""
-        for tile in range(BLOCK // TILE):
-            self.buffer[TILE * tile + i, pl_ds(TILE * tile, TILE)] = row[tile]
-
-
-def solve_tiles(tiles: TileView | EmulatedTileView) -> None:
-    """Overwrites the strictly lower diagonal tiles of L by the rows of (I + L)^-1.
-
-    Row i is e_i - sum_{j<i} L_ij row_j, in float32, all four tiles at once.
+    Row i is e_i - sum_{j<i} L_ij row_j, in float32.
     """
-    _, column = iotas((4, TILE), SOLVE_LAYOUT)
+    chunks = solved.reshape((SIDES, 5, CHUNK * CHUNK)).at[side, pl_ds(0, 2)]
+    _, column = iotas((2, CHUNK), SOLVE_LAYOUT)
     done: list[jax.Array] = []
-    for i in range(TILE):
+    for i in range(CHUNK):
         row = jnp.where(column == i, 1.0, 0.0)
         for j in range(i):
-            row = row - over_rows(tiles.entry(i, j), SOLVE_LAYOUT, (4, TILE)) * done[j]
+            entry = plgpu.load(chunks.at[:, CHUNK * i + j], layout=SOLVE_LAYOUT.reduce(1), optimized=False)
+            row = row - over_rows(entry, SOLVE_LAYOUT, (2, CHUNK)) * done[j]
         done.append(row)
     plgpu.commit_smem()
     for i, row in enumerate(done):
-        tiles.write(i, row)
+        chunks[:, pl_ds(CHUNK * i, CHUNK)] = row
 
 
-def join_tiles(lower: jax.Array, solved: Any, high: Any, low: Any, product: Product) -> jax.Array:
-    """(I + L)^-1 of both chunks, [64, 64]: D - D M D, with D the inverted tiles and M the products between tiles.
+def emulated_solve(solved: Any, side: jax.Array) -> None:
+    """`solve` for interpretation, which has no reshaped view of shared memory."""
+    lower = solved[side, pl_ds(0, BLOCK), :].reshape(2, CHUNK, CHUNK)
 
-    Operands are split in two bfloat16 parts, so the join is good to about 1e-5.
-    """
-    i, j = iotas((BLOCK, BLOCK), PRODUCT)
-    within = (i // TILE == j // TILE) & (j <= i)
-    inverse = jnp.where(within, plgpu.load(solved.at[pl_ds(0, BLOCK)], layout=PRODUCT, optimized=False), 0.0)
-    between = jnp.where((i // CHUNK == j // CHUNK) & (i // TILE > j // TILE), lower, 0.0)
+    def substitute(i: jax.Array, inverse: jax.Array) -> jax.Array:
+        own = inverse[:, i] - jnp.einsum("cj,cjk->ck", lower[:, i], inverse, precision="highest")
+        return inverse.at[:, i].set(own)
 
-    def times(left: jax.Array, right: jax.Array) -> jax.Array:
-        plgpu.commit_smem()
-        high[...], low[...] = halves(right)
-        plgpu.commit_smem()
-        left_high, left_low = halves(left)
-        return product((BLOCK, BLOCK), (left_high, high), (left_high, low), (left_low, high))
-
-    return inverse - times(inverse, times(between, inverse))
+    start = jnp.broadcast_to(jnp.eye(CHUNK, dtype=jnp.float32)[None], lower.shape)
+    solved[side, pl_ds(0, BLOCK), :] = lax.fori_loop(1, CHUNK, substitute, start).reshape(BLOCK, CHUNK)
 
 
 def fetch_raw(
@@ -272,14 +233,44 @@ def fetch_raw(
             plgpu.copy_gmem_to_smem(qkvz.at[row, pl.ds(start - 3, 3), head, part], raw.at[pl_ds(0, 3)], ready)
 
 
-def relative_decay(gates: tuple, product: Product) -> jax.Array:
-    """G_i - G_middle in base 2, [64, 128]: log decay of each token relative to the middle of its chunk."""
-    i, j = iotas((BLOCK, BLOCK), PRODUCT)
-    middle = i // CHUNK * CHUNK + CHUNK // 2 - 1
-    same = i // CHUNK == j // CHUNK
-    after, before = same & (j <= i) & (j > middle), same & (j > i) & (j <= middle)
-    weights = jnp.where(after, 1.0, jnp.where(before, -1.0, 0.0)).astype(jnp.bfloat16)
-    return product((BLOCK, CHANNELS), (weights, gates[0]), (weights, gates[1]))
+def clear_beyond(raws: tuple, length: jax.Array) -> None:
+    """Zeros for the rows of a last block that hold no tokens: whatever is there must not reach a product."""
+
+    def clear(row: jax.Array, _: None) -> None:
+        for raw in raws:
+            raw[row] = plgpu.layout_cast(jnp.zeros((CHANNELS,), raw.dtype), RUN_LAYOUT.reduce(0))
+
+    @pl.when(length < BLOCK)
+    def _last() -> None:
+        lax.fori_loop(length + 3, BLOCK + 3, clear, None)
+        plgpu.commit_smem()
+
+
+def difference_matrix() -> np.ndarray:
+    """[64, 64] of -1, 0, 1: times the log decays it gives each token's decay relative to the middle of its chunk."""
+    i, j = np.arange(BLOCK)[:, None], np.arange(BLOCK)[None]
+    middle, same = i // CHUNK * CHUNK + CHUNK // 2 - 1, i // CHUNK == j // CHUNK
+    return (same & (j <= i) & (j > middle)).astype(np.float32) - (same & (j > i) & (j <= middle)).astype(np.float32)
+
+
+def meet(barrier: Any) -> None:
+    """Both warpgroups of a side have written what the other then reads."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def scale_channels(
+    tiles: tuple, gates: tuple, differences: Any, beta_rows: jax.Array, columns: Any, product: Product
+) -> None:
+    """Scales half of the channels of q and k by the decays, in place, and writes k by the inverse decays."""
+    query, key = tiles
+    shape = (BLOCK, HALF)
+    relative = product(shape, *((differences, gate) for gate in gates))
+    rising, wide = jnp.exp2(relative), plgpu.load(key, layout=PRODUCT).astype(jnp.float32)
+    columns[...] = (wide * jnp.exp2(-relative)).astype(columns.dtype)
+    key[...] = (wide * (rising * over_rows(beta_rows, PRODUCT, shape))).astype(key.dtype)
+    query[...] = (plgpu.load(query, layout=PRODUCT).astype(jnp.float32) * rising).astype(query.dtype)
 
 
 def intra(
@@ -295,98 +286,151 @@ def intra(
     """Operands of every chunk; T must be a multiple of 64. Chunks past a row's length are left unwritten."""
     rows, tokens, heads, _, channels = qkvz.shape
 
-    product, view = (tensor_core_product, TileView) if interpret is None else (emulated_product, EmulatedTileView)
+    product, invert = (tensor_core_product, solve) if interpret is None else (emulated_product, emulated_solve)
 
-    def body(qkvz, decay, beta, conv, a_log, dt_bias, _norm, window, lengths, *refs: Any):
+    def body(qkvz, decay, beta, conv, a_log, dt_bias, _norm, window, lengths, signs, sides, *refs: Any):
         query_out, pull_out, push_out, key_out, inverse_out, attention_out, total_out = refs[:7]
-        query, key, columns, betas, first, second, third, fourth, ready = refs[7:]
-        raw_query, gate_high = first
-        raw_key, gate_low, (high, low) = second
-        raw_value, solved, inverse = third
-        taps, narrow = fourth
-        row, head = lax.axis_index("rows"), lax.axis_index("heads")
-        start = lax.axis_index("blocks") * BLOCK
-        length = lengths[row] - start
+        (raw_queries, high), (raw_keys, low, solved), (differences, squares) = refs[10], refs[11], refs[13]
+        group = lax.axis_index("group")
+        part = group % 2
 
-        @pl.when(length > 0)
-        def _block() -> None:
-            fetch_raw(qkvz, window, (raw_query, raw_key, raw_value), ready, row, head, start)
+        def block(turn: jax.Array, _: None) -> None:
+            # Read in every turn, so that no address that depends on it stays in a register from turn to turn.
+            side = sides[group // 2]
+            index = SIDES * (lax.axis_index("workers") + turn * workers) + side
+            # Heads side by side: they share the pages of memory that a block's tokens lie in.
+            head, rest = index % heads, index // heads
+            row, start = rest // blocks, rest % blocks * BLOCK
+            pl.when(index < pieces)(lambda: live(side, row, head, start, lengths[row] - start))
+
+        def live(side: jax.Array, row: jax.Array, head: jax.Array, start: jax.Array, length: jax.Array) -> None:
+            pl.when(length > 0)(lambda: work(side, row, head, start, length))
+
+        def work(side: jax.Array, row: jax.Array, head: jax.Array, start: jax.Array, length: jax.Array) -> None:
+            query, key, columns, betas, ready = (x.at[side] for x in (*refs[7:10], *refs[14:16]))
+            raws = tuple(x.at[side] for x in (raw_queries, raw_keys, refs[12]))
+            met = [x.at[side] for x in refs[16:]]
             there = (row, head, pl.ds(start, BLOCK))
-            plgpu.copy_gmem_to_smem(conv.at[:, head], taps, ready)
-            plgpu.copy_gmem_to_smem(decay.at[row, pl.ds(start, BLOCK), head], columns, ready)
+
+            @pl.when(part == 0)
+            def _fetch() -> None:
+                fetch_raw(qkvz, window, raws, ready, row, head, start)
+                plgpu.copy_gmem_to_smem(decay.at[row, pl.ds(start, BLOCK), head], columns, ready)
+                plgpu.copy_gmem_to_smem(signs, differences.at[side], ready)
+
+            taps = [load_taps(conv, head, plane) for plane in range(2)]
             beta_logits = plgpu.load(
                 beta.at[row, pl.ds(start, BLOCK), head], layout=PRODUCT.reduce(1), optimized=False
             ).astype(jnp.float32)
-            bias = plgpu.load(dt_bias.at[head], layout=COLUMN_LAYOUT.reduce(0), optimized=False)
-            speed = jnp.exp(a_log[head])
+            speed = 0.5 * jnp.exp(a_log[head])
+            bias = plgpu.load(dt_bias.at[head], layout=COLUMN_LAYOUT.reduce(0), optimized=False) * speed
             token = plgpu.broadcasted_iota(jnp.int32, (BLOCK,), 0, layout=PRODUCT.reduce(1))
             beta_rows = jnp.where(token < length, 0.5 + 0.5 * jnp.tanh(0.5 * beta_logits), 0.0)
-            betas[...] = beta_rows
             plgpu.barrier_wait(ready)
-            unit_rows(raw_query, taps, 0, channels**-0.5, length, query)
-            unit_rows(raw_key, taps, 1, 1.0, length, key)
-            plgpu.commit_smem()
+            clear_beyond(raws, length)
+            own, few = part * (BLOCK // 2), BLOCK // TILE // 2
+            over_tiles(few, own, lambda at: unit_rows(raws[0], taps[0], channels**-0.5, length, query, at))
+            over_tiles(few, own, lambda at: unit_rows(raws[1], taps[1], 1.0, length, key, at))
+            meet(met[0])
             totals = total_out.at[row, head, pl.ds(start // TILE, BLOCK // TILE)]
-            gate_rows(columns, speed, bias, lower_bound, length, (gate_high, gate_low), totals)
-            plgpu.commit_smem()
+            gates = high.at[side, pl_ds(0, BLOCK)], low.at[side, pl_ds(0, BLOCK)]
+            over_tiles(few, own, gate_rows(columns, speed, bias, lower_bound, length, gates, totals))
+            meet(met[1])
+            half = (slice(None), pl.ds(part * HALF, HALF))
+            scale_channels(
+                (query.at[half], key.at[half]),
+                tuple(gate.at[half] for gate in gates),
+                differences.at[side],
+                beta_rows,
+                columns.at[half],
+                product,
+            )
+            meet(met[2])
+            i, j = iotas((BLOCK, CHUNK), PRODUCT)
+            i = i % CHUNK
 
-            relative = relative_decay((gate_high, gate_low), product)
-            rising, wide = jnp.exp2(relative), plgpu.load(key, layout=PRODUCT).astype(jnp.float32)
-            columns[...] = (wide * jnp.exp2(-relative)).astype(columns.dtype)
-            key[...] = (wide * (rising * over_rows(beta_rows, PRODUCT))).astype(key.dtype)
-            query[...] = (plgpu.load(query, layout=PRODUCT).astype(jnp.float32) * rising).astype(query.dtype)
-            plgpu.commit_smem()
-            value_rows(raw_value, taps, betas, length, gate_high)
-            plgpu.commit_smem()
-            outputs = (query_out, pull_out, push_out, key_out)
-            for source, target in zip((query, key, gate_high, columns), outputs):
-                plgpu.copy_smem_to_gmem(source, target.at[there])
+            @pl.when(part == 0)
+            def _values() -> None:
+                for source, target in zip((query, key, columns), (query_out, pull_out, key_out)):
+                    plgpu.copy_smem_to_gmem(source, target.at[there])
+                attention = own_columns(product((BLOCK, BLOCK), (query, columns.transpose((1, 0)))))
+                square = squares.at[side, pl_ds(0, BLOCK)]
+                square[...] = jnp.where(j <= i, attention, 0.0).astype(square.dtype)
+                betas[...] = beta_rows
+                value_taps = load_taps(conv, head, 2)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(square, attention_out.at[there])
+                over_tiles(2 * few, 0, lambda at: value_rows(raws[2], value_taps, betas, gates[0], at))
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(gates[0], push_out.at[there])
 
-            i, j = iotas((BLOCK, BLOCK), PRODUCT)
-            same = i // CHUNK == j // CHUNK
-            attention = jnp.where(same & (j <= i), product((BLOCK, BLOCK), (query, columns.transpose((1, 0)))), 0.0)
-            narrow[...] = own_columns(attention.astype(narrow.dtype))
-            lower = jnp.where(same & (j < i), product((BLOCK, BLOCK), (key, columns.transpose((1, 0)))), 0.0)
-            solved[pl_ds(0, BLOCK), :] = lower
-            plgpu.commit_smem()
-            solve_tiles(view(solved))
-            plgpu.commit_smem()
-            result = join_tiles(lower, solved, high, low, product)
-            inverse[...] = own_columns(result.astype(inverse.dtype))
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(narrow, attention_out.at[there])
-            plgpu.copy_smem_to_gmem(inverse, inverse_out.at[there])
+            @pl.when(part == 1)
+            def _inverse() -> None:
+                lower = own_columns(product((BLOCK, BLOCK), (key, columns.transpose((1, 0)))))
+                solved[side, pl_ds(0, BLOCK), :] = jnp.where(j < i, lower, 0.0)
+                plgpu.commit_smem()
+                invert(solved, side)
+                plgpu.commit_smem()
+                square = squares.at[side, pl_ds(BLOCK, BLOCK)]
+                inverse = plgpu.load(solved.at[side, pl_ds(0, BLOCK)], layout=PRODUCT, optimized=False)
+                square[...] = inverse.astype(square.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(square, inverse_out.at[there])
+
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            meet(met[3])
 
+        lax.fori_loop(0, -(-pieces // (SIDES * workers)), block, None)
+
+    blocks = tokens // BLOCK
+    pieces = rows * heads * blocks
+    workers = min(MULTIPROCESSORS, -(-pieces // SIDES))
     wide = jax.ShapeDtypeStruct((rows, heads, tokens, channels), jnp.bfloat16)
     square = jax.ShapeDtypeStruct((rows, heads, tokens, CHUNK), jnp.bfloat16)
     total = jax.ShapeDtypeStruct((rows, heads, tokens // TILE, channels), jnp.float32)
-    tile = plgpu.SMEM((BLOCK, channels), jnp.bfloat16, transforms=WIDE)
-    raw = plgpu.SMEM((BLOCK + 3, channels), jnp.bfloat16)
-    half = plgpu.SMEM((BLOCK, BLOCK), jnp.bfloat16, transforms=WIDE)
-    blocks = plgpu.SMEM((BLOCK, CHUNK), jnp.bfloat16, transforms=NARROW)
-    solved = plgpu.SMEM((BLOCK + 1, BLOCK), jnp.float32)
+    tile = plgpu.SMEM((SIDES, BLOCK, channels), jnp.bfloat16, transforms=WIDE)
+
+    def raw(padded: int) -> Any:
+        return plgpu.SMEM((SIDES, padded, channels), jnp.bfloat16)
+
+    def gate(padded: int) -> Any:
+        return plgpu.SMEM((SIDES, padded, channels), jnp.bfloat16, transforms=WIDE)
+
     outputs = plgpu.kernel(
         body,
         out_type=(wide, wide, wide, wide, square, square, total),
-        # Heads side by side: they share the pages of memory that a block's tokens lie in.
-        grid=(heads, tokens // BLOCK, rows),
-        grid_names=("heads", "blocks", "rows"),
+        grid=(workers,),
+        grid_names=("workers",),
+        num_threads=2 * SIDES,
+        thread_name="group",
         scratch_types=(
             tile,
             tile,
             tile,
-            plgpu.SMEM((BLOCK,), jnp.float32),
-            plgpu.RefUnion(raw, tile),
-            plgpu.RefUnion(raw, tile, (half, half)),
-            plgpu.RefUnion(raw, solved, blocks),
-            plgpu.RefUnion(plgpu.SMEM((4, 3, channels), jnp.float32), blocks),
-            plgpu.Barrier(num_arrivals=8),
+            plgpu.RefUnion(raw(FEW), gate(FEW)),
+            plgpu.RefUnion(raw(MANY), gate(MANY), plgpu.SMEM((SIDES, 2 * MANY, CHUNK), jnp.float32)),
+            raw(BLOCK + 3),
+            plgpu.RefUnion(
+                plgpu.SMEM((SIDES, BLOCK, BLOCK), jnp.bfloat16, transforms=WIDE),
+                plgpu.SMEM((SIDES, 2 * BLOCK, CHUNK), jnp.bfloat16, transforms=NARROW),
+            ),
+            plgpu.SMEM((SIDES, BLOCK), jnp.float32),
+            plgpu.Barrier(num_arrivals=8, num_barriers=SIDES),
+            *(plgpu.Barrier(num_arrivals=2, num_barriers=SIDES) for _ in range(4)),
         ),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True, unsafe_no_auto_barriers=True
         ),
         interpret=interpret,
         kernel_name="kda_intra",
-    )(qkvz, decay_logits, beta_logits, *weights, window, length)
+    )(
+        qkvz,
+        decay_logits,
+        beta_logits,
+        *weights,
+        window,
+        length,
+        jnp.asarray(difference_matrix(), jnp.bfloat16),
+        jnp.arange(2, dtype=jnp.int32),
+    )
     return Operands(*outputs)

@@ -17,10 +17,9 @@ from pallas.kda.mosaic_affine import LOCAL, TRANSITION, segment_maps, start_stat
 from pallas.kda.mosaic_decode import require_supported
 from pallas.kda.mosaic_intra import BLOCK, CHUNK, intra
 from pallas.kda.mosaic_state import recur
+from pallas.kda.mosaic_token import MULTIPROCESSORS
 from pallas.kda.types import Affine, KdaWeights, Prefill
 
-MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
 SHORTEST_SEGMENT = 512
 """Tokens below which cutting costs more than the chip's idle part."""
 
@@ -38,8 +37,12 @@ def pad_tokens(x: jax.Array) -> jax.Array:
 
 
 def segment_count(sequences: int, tokens: int) -> int:
-    """Pieces of every sequence: as many as keep both kernels of a segment in one wave, none too short to pay."""
-    return max(1, min(MULTIPROCESSORS // (2 * sequences), tokens // SHORTEST_SEGMENT))
+    """Pieces of every sequence: as many as keep the maps of all but the last in one wave, none too short to pay.
+
+    Two pieces would not pay: both passes over half of the tokens take as long as one over all.
+    """
+    count = min(1 + MULTIPROCESSORS // (2 * sequences), tokens // SHORTEST_SEGMENT)
+    return count if count > 2 else 1
 
 
 def replay(
@@ -93,7 +96,7 @@ def prefill(
     turned = jnp.swapaxes(state, -1, -2)
     segments = segment_count(qkvz.shape[0] * qkvz.shape[2], padded[0].shape[1])
     if segments > 1:
-        starts = start_states(turned, segment_maps(operands, length, segments, interpret))
+        starts = start_states(turned, segment_maps(operands, length, segments, segments - 1, interpret), interpret)
     else:
         starts = turned[:, None]
     output, final, captured = recur(operands, padded[0], weights.norm, starts, length, home, norm_eps, interpret)
@@ -119,6 +122,6 @@ def affine(
     """`api.affine`."""
     require_prefill(qkvz.shape[-1], qkvz.dtype, lower_bound)
     padded = tuple(pad_tokens(x) for x in (qkvz, decay_logits, beta_logits))
-    maps = segment_maps(intra(*padded, weights, window, length, lower_bound, interpret), length, 1, interpret)
+    maps = segment_maps(intra(*padded, weights, window, length, lower_bound, interpret), length, 1, 1, interpret)
     maps = jnp.swapaxes(maps[:, 0], -1, -2)
     return Affine(maps[:, TRANSITION], maps[:, LOCAL])

@@ -1,8 +1,8 @@
 """KDA tokens of one head inside a Mosaic GPU kernel: what decode, verify and commit share, so that they round alike.
 
-One warpgroup (128 threads) owns the whole 128 x 128 state of a head in registers. Keys are split over the four warps
-and values over the lanes, four neighbouring values a lane: a row of the state is one 512-byte access of a warp, sums
-over keys are local up to one exchange between warps, and a key is a register that all lanes of a warp share.
+One warpgroup (128 threads) owns the whole 128 x 128 state of a head in registers. Values are split over the four warps,
+so that sums over keys never leave a warp: a lane sums a quarter of the keys for four neighbouring values, and two
+shuffles add the quarters.
 
 The kernels insert no barriers of their own around shared memory; `plgpu.commit_smem` stands where threads exchange
 data.
@@ -19,6 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas.kda.types import KEY_EPS, WINDOW
 
 CHANNELS = 128
+MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
 ROWS = 4
 """Rows of a `ROW_LAYOUT` array, one a warp; token counts are rounded up to it in shared memory."""
 QUERY, KEY, VALUE, GATE, RETAIN = range(5)
@@ -28,8 +30,9 @@ ROW_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((ROWS, CHANNELS), (4,))), warp_dim
 """[4, 128]: a row per warp, so that sums over channels stay inside a warp."""
 
 STATE_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((CHANNELS, CHANNELS), (32, CHANNELS), (4,))), warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1
+    plgpu.Tiling(((CHANNELS, CHANNELS), (32, 32), (4,))), warp_dims=(-4,), lane_dims=(-5, -2), vector_dim=-1
 )
+"""[128, 128]: 32 values a warp, of which a lane holds four for a quarter of the keys."""
 KEY_LAYOUT = STATE_LAYOUT.reduce(1)
 VALUE_LAYOUT = STATE_LAYOUT.reduce(0)
 PARAMS = plgpu.CompilerParams(
@@ -95,7 +98,7 @@ def fetch_slot(state_pool: Any, window_pool: Any, slot: jax.Array, head: jax.Arr
 
 def gate_parameters(a_log: Any, dt_bias: Any, head: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(exp(a_log), dt_bias spread over rows), read from device memory: to be called before anything is waited for."""
-    bias = plgpu.load(dt_bias.at[head], layout=VALUE_LAYOUT, optimized=False)
+    bias = plgpu.load(dt_bias.at[head], layout=ROW_LAYOUT.reduce(0), optimized=False)
     return jnp.exp(a_log[head]), spread(bias, 1, (ROWS, CHANNELS), ROW_LAYOUT)
 
 
@@ -106,7 +109,7 @@ def gate_vectors(
     speed, bias = parameters
     for first in range(0, buffers["logits"].shape[0], ROWS):
         rows = pl_ds(first, ROWS)
-        logits = plgpu.load(buffers["logits"].at[rows], layout=ROW_LAYOUT).astype(jnp.float32)
+        logits = plgpu.load(buffers["logits"].at[rows], layout=ROW_LAYOUT, optimized=False).astype(jnp.float32)
         decay = lower_bound * sigmoid(speed * (logits + bias))
         buffers["vectors"][RETAIN, rows, :] = jnp.exp(decay)
         if decays is not None:
@@ -118,13 +121,15 @@ def token_vectors(buffers: dict[str, Any], token: int | jax.Array) -> None:
     raw, taps = buffers["raw"], buffers["taps"]
     mixed = plgpu.layout_cast(jnp.zeros((ROWS, CHANNELS), jnp.float32), ROW_LAYOUT)
     for tap in range(4):
-        rows = plgpu.load(raw.at[pl.ds(4 * (token + tap), 4)], layout=ROW_LAYOUT)
-        mixed = mixed + rows.astype(jnp.float32) * plgpu.load(taps.at[pl_ds(3 * tap, 4)], layout=ROW_LAYOUT)
+        rows = plgpu.load(raw.at[pl.ds(4 * (token + tap), 4)], layout=ROW_LAYOUT, optimized=False)
+        mixed = mixed + rows.astype(jnp.float32) * plgpu.load(
+            taps.at[pl_ds(3 * tap, 4)], layout=ROW_LAYOUT, optimized=False
+        )
     active = (mixed * sigmoid(mixed)).astype(raw.dtype).astype(jnp.float32)
     inverse = lax.rsqrt((active * active).sum(axis=1) + KEY_EPS)
     unit = active * spread(inverse, 0, (ROWS, CHANNELS), ROW_LAYOUT)
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS, CHANNELS), 0, layout=ROW_LAYOUT)
-    now = plgpu.load(raw.at[pl.ds(4 * (token + WINDOW), 4)], layout=ROW_LAYOUT).astype(jnp.float32)
+    now = plgpu.load(raw.at[pl.ds(4 * (token + WINDOW), 4)], layout=ROW_LAYOUT, optimized=False).astype(jnp.float32)
     plain = jnp.where(row == VALUE, active, now)
     scaled = jnp.where(row == QUERY, unit * CHANNELS**-0.5, unit)
     buffers["vectors"][pl_ds(0, 4), token, :] = jnp.where(row <= KEY, scaled, plain)
@@ -135,7 +140,7 @@ def overlap_vectors(buffers: dict[str, Any]) -> None:
     vectors, overlaps = buffers["vectors"], buffers["overlaps"]
     for first in range(0, overlaps.shape[0], ROWS):
         rows = pl_ds(first, ROWS)
-        query, key = (plgpu.load(vectors.at[plane, rows], layout=ROW_LAYOUT) for plane in (QUERY, KEY))
+        query, key = (plgpu.load(vectors.at[plane, rows], layout=ROW_LAYOUT, optimized=False) for plane in (QUERY, KEY))
         overlaps[rows] = (query * key).sum(axis=1)
 
 
@@ -155,7 +160,7 @@ def step(
     o = S^T q is taken before the write as (decayed S)^T q + <k, q> u, so that both sums over keys wait for nothing
     but the decayed state. `overlap` is <k, q>.
     """
-    load = lambda plane, layout: plgpu.load(vectors.at[plane, token], layout=layout)  # noqa: E731
+    load = lambda plane, layout: plgpu.load(vectors.at[plane, token], layout=layout, optimized=False)  # noqa: E731
     shape = (CHANNELS, CHANNELS)
     query, key, retain = (spread(load(plane, KEY_LAYOUT), 0, shape, STATE_LAYOUT) for plane in (QUERY, KEY, RETAIN))
     decayed = lax.optimization_barrier(state * retain)

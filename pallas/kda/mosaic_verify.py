@@ -101,7 +101,7 @@ def verify(
         parameters = gate_parameters(a_log, dt_bias, head)
         for token in range(tokens):
             strengths[token] = sigmoid(beta[row, token, head].astype(jnp.float32))
-        weight = spread(plgpu.load(norm, layout=VALUE_LAYOUT, optimized=False), 1, (ROWS, CHANNELS), ROW_LAYOUT)
+        weight = spread(plgpu.load(norm, layout=ROW_LAYOUT.reduce(0), optimized=False), 1, (ROWS, CHANNELS), ROW_LAYOUT)
         plgpu.barrier_wait(buffers["inputs_ready"])
         gate_vectors(buffers, parameters, lower_bound, decays)
         plgpu.barrier_wait(buffers["window_ready"])
@@ -119,12 +119,12 @@ def verify(
             return state
 
         # Loops, because straight-line code of all tokens starves the instruction cache.
-        lax.fori_loop(0, tokens, advance, plgpu.load(buffers["state"], layout=STATE_LAYOUT))
+        lax.fori_loop(0, tokens, advance, plgpu.load(buffers["state"], layout=STATE_LAYOUT, optimized=False))
         plgpu.commit_smem()
         index = plgpu.broadcasted_iota(jnp.int32, (ROWS, CHANNELS), 0, layout=ROW_LAYOUT)
         for first in range(0, padded(tokens), ROWS):
             rows = pl_ds(first, ROWS)
-            load = lambda ref: plgpu.load(ref.at[rows], layout=ROW_LAYOUT)  # noqa: E731
+            load = lambda ref: plgpu.load(ref.at[rows], layout=ROW_LAYOUT, optimized=False)  # noqa: E731
             mask = lambda x: jnp.where(index + first < length, x, 0.0)  # noqa: E731
             result = gated_norm(load(readings), load(vectors.at[GATE]), weight, norm_eps, gated.dtype)
             gated[rows, :] = mask(result.astype(jnp.float32)).astype(gated.dtype)
@@ -206,11 +206,11 @@ def commit(
             plgpu.barrier_wait(state_ready)
 
             def replay(token, state):
-                load = lambda row, layout: plgpu.load(vectors.at[3 * token + row], layout=layout)  # noqa: E731
+                load = lambda row, layout: plgpu.load(vectors.at[3 * token + row], layout=layout, optimized=False)  # noqa: E731
                 key, retain = (spread(load(row, KEY_LAYOUT), 0, state.shape, STATE_LAYOUT) for row in (0, 2))
                 return write_token(state, key, retain, load(1, VALUE_LAYOUT))
 
-            state[...] = lax.fori_loop(0, count, replay, plgpu.load(state, layout=STATE_LAYOUT))
+            state[...] = lax.fori_loop(0, count, replay, plgpu.load(state, layout=STATE_LAYOUT, optimized=False))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(state, state_pool.at[slot, head])
             for age in range(WINDOW):

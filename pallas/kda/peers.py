@@ -1,25 +1,30 @@
-"""Other implementations of KDA, timed on the same GPU where they are installed."""
+"""Other implementations of KDA, timed on the same GPU where they are installed.
+
+jax-linear-attention runs in this process. fla runs in a child (`python -m pallas.kda.peers`), which tunes and captures
+its kernels while JAX compiles ours; it then waits to be asked for a time, so that only one of both uses the GPU.
+"""
 
 import functools
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
 from collections.abc import Callable
+from types import TracebackType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas import timing
 from pallas.kda.shapes import HEAD_DIM
 
 
-def available(peer: Callable[[], float]) -> float | None:
-    """The peer's time, or None where it is not installed."""
-    try:
-        return peer()
-    except ImportError:
-        return None
+def jla_prefill(heads: int, tokens: int, slow: bool) -> tuple[Any, tuple[jax.Array, ...]]:
+    """jax-linear-attention's Mosaic GPU KDA, jitted, and its arguments; the last is the state, which it returns.
 
-
-def jla_prefill_us(heads: int, tokens: int, slow: bool) -> float:
-    """jax-linear-attention's Mosaic GPU KDA, gates and convolved inputs given, with the final state."""
+    Gates and convolved inputs are given, so it does less than our prefill. Raises `ImportError` where not installed.
+    """
     from jla import ops
 
     keys = jax.random.split(jax.random.key(0), 5)
@@ -30,57 +35,132 @@ def jla_prefill_us(heads: int, tokens: int, slow: bool) -> float:
     attend = functools.partial(
         ops.linear_attention, "kda", use_qk_l2norm=True, output_final_state=True, impl="mosaic_gpu"
     )
-    calls = 4
 
-    def chain(state: jax.Array) -> jax.Array:
-        for _ in range(calls):
-            _, state = attend(query, key, value, g=decay, beta=beta, initial_state=state)
-        return state
+    @jax.jit
+    def run(
+        query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array
+    ) -> jax.Array:
+        return attend(query, key, value, g=decay, beta=beta, initial_state=state)[1]
 
-    start = jnp.zeros((1, heads, HEAD_DIM, HEAD_DIM), jnp.float32)
-    return timing.median_call_us(jax.jit(chain), start, calls)
+    return run, (query, key, value, decay, beta, jnp.zeros((1, heads, HEAD_DIM, HEAD_DIM), jnp.float32))
 
 
-def fla_decode_us(rows: int, heads: int) -> float:
-    """Fla's recurrent KDA kernel in a CUDA graph: gates inside, neither convolution nor output norm."""
+class Fla:
+    """The child that measures fla. As a context manager it ends with the block.
+
+    Calls are named ("recurrent" | "chunk", rows, tokens, heads, slow).
+    """
+
+    def __init__(self, calls: list[tuple]) -> None:
+        self._child: subprocess.Popen[str] | None = None
+        if importlib.util.find_spec("fla") and importlib.util.find_spec("torch"):
+            command = [sys.executable, "-m", "pallas.kda.peers", json.dumps(calls)]
+            pipe = subprocess.PIPE
+            self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+
+    def __enter__(self) -> "Fla":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+
+    def time(self, call: tuple) -> float:
+        """Median microseconds of a call; raises `ImportError` without fla and `RuntimeError` where it failed."""
+        if self._child is None:
+            raise ImportError("fla is not installed", name="fla-core")
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.write(json.dumps(call) + "\n")
+        answer = self._child.stdout.readline()
+        if not answer.startswith("{"):
+            raise RuntimeError(f"fla gave no time for {call}")
+        return json.loads(answer)["us"]
+
+
+def fla_call(name: str, rows: int, tokens: int, heads: int, slow: bool) -> Callable[[Any], Any]:
+    """A call of fla as a function of the state; gates inside, neither convolution nor output norm."""
     import torch
-    from fla.ops.kda import fused_recurrent_kda
+    from fla.ops import kda
 
     def normal(*shape: int) -> "torch.Tensor":
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    tokens = [normal(rows, 1, heads, HEAD_DIM) for _ in range(4)]
-    beta, a_log = normal(rows, 1, heads), torch.zeros(heads, device="cuda")
+    query, key, value, logits = (normal(rows, tokens, heads, HEAD_DIM) for _ in range(4))
+    beta, a_log = normal(rows, tokens, heads), torch.zeros(heads, device="cuda")
     bias = torch.zeros(heads * HEAD_DIM, device="cuda")
-    sets = max(2, 32 // rows)
+    logits = logits.clamp(-2, 2) - 7 if slow else logits
+    options = {"safe_gate": True} if name == "chunk" else {}
+    attend = kda.chunk_kda if name == "chunk" else kda.fused_recurrent_kda
+
+    def run(state: "torch.Tensor") -> "torch.Tensor":
+        return attend(
+            query,
+            key,
+            value,
+            logits,
+            beta,
+            A_log=a_log,
+            dt_bias=bias,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            lower_bound=-5.0,
+            state_v_first=True,
+            **options,
+        )[1]
+
+    return run
+
+
+def fla_prepared(name: str, rows: int, tokens: int, heads: int, slow: bool) -> Callable[[], float]:
+    """Compiles and tunes a call of fla and captures it in a CUDA graph; the result measures it, in microseconds."""
+    import torch
+
+    run = fla_call(name, rows, tokens, heads, slow)
+    sets = max(2, 32 * 96 // (rows * heads)) if name == "recurrent" else 2
     states = [torch.zeros(rows, heads, HEAD_DIM, HEAD_DIM, device="cuda") for _ in range(sets)]
-
-    def walk() -> None:
-        for state in states:
-            fused_recurrent_kda(
-                *tokens,
-                beta,
-                A_log=a_log,
-                dt_bias=bias,
-                initial_state=state,
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True,
-                use_beta_sigmoid_in_kernel=True,
-                lower_bound=-5.0,
-                state_v_first=True,
-            )
-
-    walk()
+    run(states[0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        walk()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    samples = []
-    for _ in range(20):
-        marks[0].record()
-        graph.replay()
-        marks[1].record()
-        torch.cuda.synchronize()
-        samples.append(marks[0].elapsed_time(marks[1]) * 1e3 / sets)
-    return sorted(samples)[len(samples) // 2]
+        for state in states:
+            run(state)
+
+    def measure() -> float:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        samples = []
+        for _ in range(12):
+            marks[0].record()
+            graph.replay()
+            marks[1].record()
+            torch.cuda.synchronize()
+            samples.append(marks[0].elapsed_time(marks[1]) * 1e3 / sets)
+        return statistics.median(samples[2:])
+
+    return measure
+
+
+def serve(calls: list[list]) -> None:
+    """The child's work: prepares all calls, then answers each line on standard input with a line of JSON."""
+    import torch
+
+    answers, sys.stdout = sys.stdout, sys.stderr  # what the libraries print must not be taken for an answer
+    ready = {}
+    with torch.inference_mode():
+        for call in calls:
+            try:
+                ready[json.dumps(call)] = fla_prepared(*call)
+            except Exception as error:  # whatever goes wrong with one call must leave the others
+                print(f"note: fla {call}: {type(error).__name__}: {error}"[:300], file=sys.stderr)
+        for line in sys.stdin:
+            measure = ready.get(line.strip())
+            print("no" if measure is None else json.dumps({"us": measure()}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]))

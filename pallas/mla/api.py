@@ -7,13 +7,14 @@ and C key values that all heads share. Nothing is rotated.
 import functools
 
 import jax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas.dispatch import Implementation, select
-from pallas.mla import pages, xla
+from pallas.mla import mosaic, pages, xla
 
 gather_pages = pages.gather
 write_pages = pages.write
+quantize_pages = pages.quantize
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "implementation"))
@@ -33,7 +34,8 @@ def prefill(
     Latents from row length[b] on may hold anything, NaN included; queries that stand there are padding.
     Softmax in float32.
     """
-    return select(implementation, xla=xla.prefill)(query, latents, key_up, value_up, start, length, scale=scale)
+    run = select(implementation, mosaic=mosaic.prefill, xla=xla.prefill)
+    return run(query, latents, key_up, value_up, start, length, scale=scale)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "implementation"))
@@ -45,6 +47,7 @@ def decode(
     value_up: Float[Array, "H V R"],
     start: Int32[Array, " B"],
     length: Int32[Array, " B"],
+    page_scale: Float32[Array, " pages"] | None = None,
     *,
     scale: float,
     implementation: Implementation = None,
@@ -52,6 +55,7 @@ def decode(
     """Causal attention in absorbed form for a few queries per row over paged latents.
 
     Query `w` of row `b` sits at position start[b] + w, whose latent is already in the pool. Rows from
-    length[b] on may hold anything.
+    length[b] on may hold anything. A pool of float8_e4m3fn comes with a scale for each page: see `quantize_pages`.
     """
-    return select(implementation, xla=xla.decode)(query, pool, page_table, key_up, value_up, start, length, scale=scale)
+    run = select(implementation, mosaic=mosaic.decode, xla=xla.decode)
+    return run(query, pool, page_table, key_up, value_up, start, length, page_scale, scale=scale)

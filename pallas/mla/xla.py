@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas.mla import pages
 from pallas.precision import einsum
@@ -13,7 +13,7 @@ def _visible(queries: int, keys: int, start: Int32[Array, " B"]) -> Bool[Array, 
     return jnp.arange(keys, dtype=jnp.int32)[None, None, :] <= position[:, :, None]
 
 
-def _clean(latents: Float[Array, "B S L"], length: Int32[Array, " B"]) -> Float[Array, "B S L"]:
+def clean(latents: Float[Array, "B S L"], length: Int32[Array, " B"]) -> Float[Array, "B S L"]:
     """Zeros beyond each row's tokens: a stale NaN would survive a softmax weight of zero."""
     stored = jnp.arange(latents.shape[1], dtype=jnp.int32)[None] < length[:, None]
     return jnp.where(stored[..., None], latents, jnp.zeros((), latents.dtype))
@@ -36,7 +36,7 @@ def prefill(
     """See `pallas.mla.prefill`."""
     own, rank = key_up.shape[1:]
     visible = _visible(query.shape[1], latents.shape[1], start)
-    latents = _clean(latents, length)
+    latents = clean(latents, length)
     compressed, shared = latents[..., :rank], latents[..., rank:]
     key = einsum("bsr,hkr->bshk", compressed, key_up)
     value = einsum("bsr,hvr->bshv", compressed, value_up)
@@ -54,14 +54,15 @@ def decode(
     value_up: Float[Array, "H V R"],
     start: Int32[Array, " B"],
     length: Int32[Array, " B"],
+    page_scale: Float32[Array, " pages"] | None = None,
     *,
     scale: float,
 ) -> Float[Array, "B W H V"]:
     """See `pallas.mla.decode`: keys are folded into the query, values are lifted after the sum."""
     own, rank = key_up.shape[1:]
-    latents = pages.gather(pool, page_table).astype(query.dtype)
+    latents = pages.gather(pool, page_table, page_scale).astype(query.dtype)
     visible = _visible(query.shape[1], latents.shape[1], start)
-    latents = _clean(latents, length)
+    latents = clean(latents, length)
     absorbed = einsum("bwhk,hkr->bwhr", query[..., :own], key_up)
     full = jnp.concatenate([absorbed, query[..., own:]], axis=-1)
     scores = einsum("bwhl,bsl->bhws", full, latents, out=jnp.dtype(jnp.float32))

@@ -123,6 +123,7 @@ def experts(
     *,
     beta: float,
     linear_beta: float,
+    dtype: jnp.dtype | None = None,
 ) -> Float[Array, "N L"]:
     """See `pallas.moe.experts`; differentiable in `x`, `weights` and `experts`."""
     num_experts, pairs = experts.gate_up.shape[0], ids.size
@@ -132,4 +133,4 @@ def experts(
     activation = situ(hidden[:, 0], hidden[:, 1], beta=beta, linear_beta=linear_beta)
     outputs = einsum("bmf,blf->bml", activation, take_rows(experts.down, order.expert))
     by_pair = collect(outputs.reshape(-1, x.shape[1]), order)
-    return jnp.sum(weights[..., None] * by_pair.astype(jnp.float32), axis=1).astype(x.dtype)
+    return jnp.sum(weights[..., None] * by_pair.astype(jnp.float32), axis=1).astype(dtype or x.dtype)

@@ -69,24 +69,25 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(pair_expert: Int32[Array, " pairs"], num_experts: int, block: int) -> _Blocks:
-    pairs = pair_expert.shape[0]
-    count = jnp.bincount(pair_expert, length=num_experts).astype(jnp.int32)
+    pairs, groups = pair_expert.shape[0], num_experts + 1
+    pair_expert = jnp.where(pair_expert < 0, num_experts, pair_expert)
+    count = jnp.bincount(pair_expert, length=groups).astype(jnp.int32)
     block_end = jnp.cumsum((count + block - 1) // block)
     block_start = jnp.concatenate([jnp.zeros(1, jnp.int32), block_end[:-1].astype(jnp.int32)])
     order = jnp.argsort(pair_expert, stable=True).astype(jnp.int32)
     sorted_expert = pair_expert[order]
     rank = jnp.arange(pairs, dtype=jnp.int32) - (jnp.cumsum(count) - count)[sorted_expert].astype(jnp.int32)
     row = jnp.zeros(pairs, jnp.int32).at[order].set(block_start[sorted_expert] * block + rank)
-    capacity = min(-(-pairs // block) + num_experts, pairs)
+    capacity = min(-(-pairs // block) + groups, pairs)
     expert = jnp.searchsorted(block_end, jnp.arange(capacity, dtype=jnp.int32), side="right")
-    return _Blocks(row, jnp.minimum(expert, num_experts - 1).astype(jnp.int32), block_end[-1].astype(jnp.int32))
+    return _Blocks(row, jnp.minimum(expert, num_experts - 1).astype(jnp.int32), block_end[-2].astype(jnp.int32))
 
 
 def _by_block(
     x: Float[Array, "N L"], ids: Int32[Array, "N k"], experts: Experts, beta: float, linear_beta: float
 ) -> Float[Array, "N k L"]:
     tokens, k = ids.shape
-    blocks = _blocks(ids.reshape(-1), experts[0].shape[0], BLOCK)
+    blocks = _blocks(ids.reshape(-1), experts[0].shape[0], BLOCK)  # slots without an expert come last, unused
     capacity = blocks.expert.shape[0]
     rows = jnp.zeros((capacity * BLOCK, x.shape[1]), x.dtype).at[blocks.row].set(jnp.repeat(x, k, axis=0))
     rows = rows.reshape(capacity, BLOCK, -1)
@@ -111,16 +112,24 @@ def experts(
     *,
     beta: float,
     linear_beta: float,
+    dtype: jnp.dtype | None = None,
 ) -> Float[Array, "N L"]:
     """See `pallas.moe.experts`."""
     tokens, k = ids.shape
     if tokens * k <= FEW_PAIRS:
         rows = jnp.repeat(x, k, axis=0)[:, None]
-        chosen = _take(experts, ids.reshape(-1), x.dtype)
+        chosen = _take(experts, jnp.maximum(ids.reshape(-1), 0), x.dtype)
         outputs = _expert_mlp(rows, chosen, beta, linear_beta).reshape(tokens, k, -1)
     elif isinstance(experts, DenseExperts):
-        return grouped.experts(x, ids, weights, experts, beta=beta, linear_beta=linear_beta)
+        return grouped.experts(x, ids, weights, experts, beta=beta, linear_beta=linear_beta, dtype=dtype)
     else:
         outputs = _by_block(x, ids, experts, beta, linear_beta)
-    mixed = jnp.sum(weights[..., None] * outputs.astype(jnp.float32), axis=1)
-    return mixed.astype(x.dtype)
+    return combine(outputs, ids, weights, dtype or x.dtype)
+
+
+def combine(
+    outputs: Float[Array, "N k L"], ids: Int32[Array, "N k"], weights: Float[Array, "N k"], dtype: jnp.dtype
+) -> Float[Array, "N L"]:
+    """Sum of the outputs times their weights in float32; what stands in slots without an expert does not count."""
+    weighted = weights[..., None] * outputs.astype(jnp.float32)
+    return jnp.sum(jnp.where(ids[..., None] < 0, 0.0, weighted), axis=1).astype(dtype)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from k3jax import bench
+from pallas.benchmark import Check, Measurement, Peer
 from pallas.kda import bench as kda_bench
 
 
@@ -13,7 +14,7 @@ def gate(monkeypatch):
     """Replaces the slow gate by one with the given errors."""
 
     def install(*errors):
-        checks = [kda_bench.Check(f"check {index}", error, 1e-2) for index, error in enumerate(errors)]
+        checks = [Check(f"check {index}", error, 1e-2) for index, error in enumerate(errors)]
         monkeypatch.setattr(kda_bench, "gate", lambda implementation: checks)
 
     return install
@@ -39,13 +40,14 @@ def test_red_gate_prints_no_table(error, gate, capsys):
 
 def test_a_gpu_gets_a_table_and_a_file(gate, capsys, tmp_path, monkeypatch):
     gate(1e-3)
-    line = kda_bench.Measurement("decode", 5.0, 2.5, 5.5, 10.0, "someone")
-    monkeypatch.setattr(kda_bench, "measure", lambda: iter([line, line._replace(peer=None)]))
+    line = Measurement("decode", 5.0, 2.5, 5.5, (Peer("someone", 10.0), Peer("absent: not installed", None)))
+    monkeypatch.setattr(kda_bench, "measure", lambda: iter([line, line._replace(goal=None, peers=())]))
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     assert bench.main(["kernels", "--json", str(tmp_path / "kda.json")]) == 0
     out = capsys.readouterr().out
     assert "50%" in out
     assert "2.00" in out
+    assert "absent: not installed" in out
     assert json.loads((tmp_path / "kda.json").read_text())["measurements"][0]["measured"] == 5.0
 
 

@@ -1,5 +1,6 @@
 """The program `python -m k3jax.decode`: what it prints, where, and how it ends."""
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -15,6 +16,7 @@ import checkpoints
 import k3jax
 from k3jax import api, decode, program
 from k3jax.chat.stream import DIM, PLAIN, ChannelPrinter
+from k3jax.speculation.drafters import Draft, NgramDrafter
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ["--prompt", "def f(", "--max-tokens", "12", "--seed", "4"]
@@ -66,6 +68,7 @@ def test_text_goes_to_standard_output_and_nothing_else(program_model, expected, 
         "implementation": None,
         "max_length": None,
         "draft": None,
+        "draft_widths": (),
     }
 
 
@@ -120,6 +123,60 @@ def test_statistics_go_to_standard_error(program_model, capsys):
     assert "ms/token (12 tokens)" in lines[1]
 
 
+class Terminal(io.StringIO):
+    """Standard output that is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def drafted_model(monkeypatch, door):
+    """The program gets the shared model with prompt lookup."""
+    model = dataclasses.replace(door, draft=Draft(NgramDrafter(block_size=3), ()))
+    monkeypatch.setattr(api, "load", lambda *args, **options: model)
+    return model
+
+
+REPEATING = ["--prompt", "ab ab ab ab", "--max-tokens", "24", "--temperature", "0", "--draft", "ngram", "--ignore-eos"]
+
+
+def test_a_draft_is_shown_and_measured(drafted_model, monkeypatch, capsys):
+    """On a terminal drafted tokens are green; the figures name the same tokens; elsewhere the text is plain."""
+    terminal = Terminal()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        assert decode.main([*REPEATING, "--show-draft", "--stats"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines[3:6]] == ["acceptance", "survival", "speed-up"]
+    assert " x plain decoding (" in lines[5]
+    assert lines[5].endswith("ms/token for 24 tokens)")
+    shown = terminal.getvalue()
+    assert shown.count(decode.DRAFTED) == shown.count(decode.OWN) > 0
+    assert decode.main([*REPEATING, "--show-draft", "--json", "--stats"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    text = shown.replace(decode.DRAFTED, "").replace(decode.OWN, "")
+    assert text == record["text"] + "\n"
+    figures = record["statistics"]
+    stood = sum(number * rows for number, rows in enumerate(figures["accepted"]))
+    assert figures["acceptance_length"] == pytest.approx(1 + stood / figures["row_steps"], abs=1e-3)
+    assert figures["survival"] == sorted(figures["survival"], reverse=True)
+    assert record["without_draft"]["tokens_per_step"] == 1
+    assert record["speed_up"] > 0
+    assert decode.main([*REPEATING, "--show-draft"]) == 0
+    assert capsys.readouterr().out == record["text"]
+
+
+def test_drafted_tokens_are_marked_one_by_one(drafted_model):
+    """As many are marked as the steps say stood, but for those beyond the end."""
+    stream = k3jax.generate(drafted_model, "ab ab ab ab", max_tokens=24, temperature=0, as_ids=True, ignore_eos=True)
+    marks = [stream.drafted for _ in stream]
+    figures = stream.statistics
+    assert len(marks) == 24
+    assert marks.count(False) in (figures.steps + 1, figures.steps)  # the first token, and the last of each step
+    assert figures.completion_tokens == 24
+
+
 def test_every_sampling_flag_reaches_the_sampler(program_model, monkeypatch, door):
     seen, real = {}, api.generate
 
@@ -146,8 +203,6 @@ def test_every_sampling_flag_reaches_the_sampler(program_model, monkeypatch, doo
 
 
 def test_ids_in_and_out_without_a_tokenizer(monkeypatch, door, capsys):
-    import dataclasses
-
     monkeypatch.setattr(api, "load", lambda *args, **kwargs: dataclasses.replace(door, tokenizer=None))
     assert decode.main(["--prompt-ids", "1", "2", "--max-tokens", "3", "--temperature", "0"]) == 0
     wanted = k3jax.generate(door, [1, 2], max_tokens=3, temperature=0, as_ids=True)
@@ -194,6 +249,8 @@ def test_the_think_channel_is_dimmed_and_set_apart(door, color):
         ),
         (["--prompt", "x" * 600], "error: prompt has 600 tokens and 1 more, the cache holds at most 600"),
         (["--prompt", "x", "--max-tokens", "0"], "error: max_tokens is 0, expected at least 1"),
+        (["--prompt", "x", "--stop", ""], "error: a stop string is empty, expected at least one character"),
+        (["--prompt", "x", "--show-draft"], "error: --show-draft needs --draft"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(program_model, capsys, arguments, message):
@@ -257,14 +314,26 @@ def test_failures_give_1_and_interruption_130(monkeypatch, capsys):
 
 
 def test_bad_logits_are_a_failure_that_names_the_position(monkeypatch, door, capsys):
-    import dataclasses
-
     leaves = tuple(
         leaf * np.float32("nan") if leaf.ndim == 1 and leaf.dtype == jnp.float32 else leaf for leaf in door.leaves
     )
     monkeypatch.setattr(api, "load", lambda *args, **kwargs: dataclasses.replace(door, leaves=leaves))
     assert decode.main(OPTIONS) == 1
     assert "error: row 0: logits for position 6 are not finite" in capsys.readouterr().err
+
+
+def test_lengths_that_no_model_has_exit_with_2(door_config, random_tree, monkeypatch, capsys):
+    tree = random_tree(door_config)
+    monkeypatch.setattr(checkpoints, "load", lambda root, config, **options: (door_config, tree))
+    for length in ("0", "601"):
+        assert decode.main(["--prompt", "x", "--max-length", length]) == 2
+        message = f"error: max_length is {length}, expected 1 to 600 (max_position_embeddings)\n"
+        assert capsys.readouterr().err == message
+
+
+def test_unknown_backends_are_named():
+    with pytest.raises(ValueError, match="implementation is 'foo', expected mosaic, triton, xla, or None for the best"):
+        api.load(implementation="foo")  # pyright: ignore[reportArgumentType]
 
 
 def test_help_is_quick_and_shows_examples():

@@ -1,6 +1,7 @@
 """The demo on the shipped checkpoint: what a newcomer sees first."""
 
 import ast
+import re
 
 import pytest
 
@@ -12,6 +13,8 @@ def test_the_demo_writes_python(capsys):
     assert demo.main() == 0
     out, err = capsys.readouterr()
     assert "tokens/s" in err
+    if api.shipped_checkpoint().with_name("nano-dspark").is_dir():
+        assert re.search(r"with the draft: \d\.\d\d tokens per step, \d+\.\d\d x plain decoding \(\d+ tokens/s\)", err)
     starts = [out.index(prompt) for prompt in demo.PROMPTS]
     texts = [out[start:end] for start, end in zip(starts, [*starts[1:], len(out)], strict=True)]
     assert sum(map(parses, texts)) >= 2

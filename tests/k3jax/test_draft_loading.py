@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 from k3jax import api, params
+from k3jax.cache import Rows
 from k3jax.config import ConfigError
 from k3jax.dspark import files
+from k3jax.dspark.model import TARGET_IDS
 from k3jax.dspark.tensors import draft_specs
 from k3jax.runtime import Model
+from k3jax.sampling import Sampling
+from k3jax.speculation.widths import Widths, WidthsError
 from k3jax.train.draft_program import draft_config
 
 PROMPTS = [[5, 9, 33, 2, 7], [1, 4], [8] * 40]
@@ -81,6 +85,51 @@ def test_auto_takes_the_directory_beside_the_checkpoint(target, draft_directory,
 def test_a_saved_draft_reads_back(target, draft_directory):
     draft = api.load_draft(draft_directory, target)
     assert draft.drafter.config == draft_config(target.config, block_size=3, num_layers=1, markov_rank=8)
+
+
+def save_reduced(target, directory, seed=4):
+    """A draft that knows 24 of the target's 64 ids and has no head of its own."""
+    ids = np.sort(np.random.default_rng(seed).choice(64, 24, replace=False)).astype(np.int32)
+    config = dataclasses.replace(
+        draft_config(target.config, block_size=3, num_layers=1, markov_rank=8), draft_vocab_size=24
+    )
+    rng = np.random.default_rng(seed)
+    tree = params.map_tree(
+        lambda spec: jnp.asarray(rng.standard_normal(spec.shape) / np.sqrt(spec.shape[-1]), jnp.float32),
+        draft_specs(config),
+    )
+    files.save(directory, config, {**tree, TARGET_IDS: ids})
+    return ids
+
+
+def test_a_reduced_vocabulary_drafts_its_own_tokens_and_says_what_the_target_says(target, tmp_path):
+    ids = save_reduced(target, tmp_path)
+    draft = api.load_draft(tmp_path, target)
+    module = draft.drafter.merge(draft.leaves)
+    head = target.graph.merge(target.leaves).head[...]
+    np.testing.assert_array_equal(module.optional["head"][...], head[ids])  # the target's rows, once and for all
+    pools = draft.drafter.create(pages=3, page_size=64, dtype=jnp.float32)
+    one = jnp.ones(2, jnp.int32)
+    rows, anchor = Rows(one, one[:, None], 0 * one, one), jnp.asarray([5, 9], jnp.int32)
+    sampler = Sampling.of(2, temperature=[1.0, 0.0], seed=[1, 2])
+    proposal = draft.drafter.propose(draft.leaves, pools, target.graph.merge(target.leaves), anchor, rows, sampler)
+    assert proposal.probability.shape == (2, 3, 64)
+    law = np.asarray(proposal.probability)
+    np.testing.assert_allclose(law.sum(-1), 1, rtol=1e-5)
+    assert not law[..., np.setdiff1d(np.arange(64), ids)].any()
+    assert (np.take_along_axis(law, np.asarray(proposal.token)[..., None], -1) > 0).all()
+    plain, _ = tokens(target, temperature=0.0)
+    said, _ = tokens(dataclasses.replace(target, draft=draft), temperature=0.0)
+    assert said == plain
+
+
+def test_widths_are_checked_against_the_draft(target, draft_directory):
+    for sizes, message in (((2, 9), "draft widths are 2, 9, expected"), ((4, 2), "are 4, 2"), ((0, 2), "are 0, 2")):
+        with pytest.raises(WidthsError, match=message):
+            api._draft(target, draft_directory, str(draft_directory), Widths(sizes))
+    with pytest.raises(WidthsError, match="need a DSpark draft with a confidence head"):
+        api._draft(target, draft_directory, "ngram", Widths((2, 4)))
+    assert api._draft(target, draft_directory, str(draft_directory), Widths((2, 4))).widths == Widths((2, 4))
 
 
 def test_a_draft_of_another_target_is_refused(target, draft_directory, tmp_path):

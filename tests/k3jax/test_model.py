@@ -146,10 +146,13 @@ def test_a_fresh_row_ignores_what_its_slot_holds(split, ids, full, cache):
 def test_sources_seen_by_each_mlp(tiny_config, model, ids, monkeypatch):
     """Eight layers in two blocks of four, and a partial last block of one layer."""
     seen = []
-    plain = AttnRes.__call__
-    monkeypatch.setattr(
-        AttnRes, "__call__", lambda self, residual: (seen.append(len(residual.sources) + 1), plain(self, residual))[1]
-    )
+    plain = AttnRes.read
+
+    def read(self, residual, norm):
+        seen.append(len(residual.sources) + 1)
+        return plain(self, residual, norm)
+
+    monkeypatch.setattr(AttnRes, "read", read)
     jax.eval_shape(lambda x: model(x, rows_of([4, 4])).hidden, ids[:, :4])
     attention, mlp = seen[:-1:2], seen[1:-1:2]
     assert mlp == [2, 2, 2, 2, 3, 3, 3, 3, 4]

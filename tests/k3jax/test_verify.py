@@ -202,8 +202,8 @@ def test_files_that_cannot_be_used(tmp_path, arrays):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["here"], "error: give --golden FILE or --self, one of the two"),
-        (["here", "--golden", "g.npz", "--self"], "error: give --golden FILE or --self, one of the two"),
+        (["here"], "error: give --golden FILE, --self or --against xla, one of them"),
+        (["here", "--golden", "g.npz", "--self"], "error: give --golden FILE, --self or --against xla, one of them"),
         (["nowhere", "--self"], "error: checkpoint nowhere does not exist; give the path of one"),
         (["here", "--golden", "g.npz"], "error: golden file g.npz does not exist; give the path of one"),
     ],

@@ -20,9 +20,25 @@ def test_a_named_backend_never_falls_back():
         select("mosaic", xla=lambda: "portable", mosaic=refuse("no GPU"))()
 
 
-def test_an_unknown_backend_is_named():
-    with pytest.raises(NotImplementedError, match=r"'triton' does not exist here; there is: mosaic, xla"):
-        select("triton", xla=lambda: 1, mosaic=lambda: 1)
+def portable():
+    return "portable"
+
+
+def test_an_op_without_the_named_kernel_says_so_and_runs(caplog):
+    assert select("triton", mosaic=refuse("no GPU"), xla=portable)() == "portable"
+    assert "no triton kernel" in caplog.text
+    assert f"{__name__}.backend" in caplog.text
+
+
+def test_a_served_name_leaves_no_note(caplog):
+    assert select("xla", xla=portable)() == "portable"
+    assert select(None, xla=portable)() == "portable"
+    assert not caplog.records
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match=r"'cuda' is unknown; choose one of mosaic, triton, xla"):
+        select("cuda", xla=portable)
 
 
 def test_all_refusals_are_reported():

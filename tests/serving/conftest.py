@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from serving.costs import ModelCost
@@ -54,6 +56,14 @@ def runner(model):
     from tests.serving.model_fixtures import build_runner
 
     return build_runner(model)
+
+
+@pytest.fixture(scope="session")
+def drafting(model):
+    """A runner whose rows get up to four tokens a step."""
+    from tests.serving.model_fixtures import CHUNK, build_draft, build_runner
+
+    return build_runner(dataclasses.replace(model, draft=build_draft(model.config)), shapes=(CHUNK,))
 
 
 @pytest.fixture(scope="session")

@@ -90,7 +90,7 @@ class FakeRunner:
         cached = [self.pages[row.table[i // self.page_size]][i % self.page_size] for i in range(len(state))]
         token = next_token(state, cached)
         self.token[row.row] = token
-        self.alive[row.row] = token not in row.sequence.request.stop_ids
+        self.alive[row.row] = token not in row.sequence.request.stops
         return RowResult([token], [-0.5], True)
 
     def put(self, table, position, token):

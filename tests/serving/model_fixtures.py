@@ -11,6 +11,7 @@ from k3jax import params
 from k3jax.dspark.config import DraftGqa, DSparkConfig, Rope
 from k3jax.dspark.model import DSpark
 from k3jax.dspark.tensors import draft_specs
+from k3jax.logit_rules import mask_words
 from k3jax.runtime import Model
 from k3jax.speculation.drafters import Draft, DSparkDrafter
 from serving.core import Core
@@ -51,7 +52,8 @@ def build_core(runner, pages=PAGES, slots=SLOTS, **options):
         "shapes": SHAPES,
         "max_length": 96,
     }
-    return Core(SchedulerOptions(**defaults | options), cache, runner)
+    words = mask_words(runner.model.config.vocab_size)
+    return Core(SchedulerOptions(**defaults | options), cache, runner, mask_words=words)
 
 
 _ids = itertools.count()

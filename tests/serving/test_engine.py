@@ -246,6 +246,16 @@ def test_planned_bytes_are_those_allocated(runner):
     assert stats.slots.bytes_each * SLOTS == states + windows / 2
 
 
+KINDS = (
+    {},
+    {},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 6},
+    {"temperature": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "seed": 7},
+)
+"""Sampling settings of mixed requests."""
+
+
 def run_schedule(runner, alone, seed):
     """Mixed requests in random order and little memory."""
     rng = random.Random(seed)
@@ -263,7 +273,8 @@ def run_schedule(runner, alone, seed):
         tokens = stems[rng.randrange(2)][: rng.choice([0, 8, 20, 24])] + prompt(
             70 + rng.randrange(4), rng.choice([1, 9])
         )
-        item = request(tokens, rng.choice([2, 9]), fields={"priority": rng.randrange(2)})
+        fields = {"priority": rng.randrange(2), "logprobs": rng.choice([None, 0, 3])}
+        item = request(tokens, rng.choice([2, 9]), fields=fields, **rng.choice(KINDS))
         core.submit(item)
         items[item.id], said[item.id] = item, []
         for _ in range(rng.randrange(6)):
@@ -273,7 +284,8 @@ def run_schedule(runner, alone, seed):
         said[id] += [token for output in outputs for token in output.tokens]
     core.check_books()
     for id, item in items.items():
-        assert said[id] == alone(item.tokens, item.max_tokens), f"schedule {seed}, request {id}"
+        expected = alone(item.tokens, item.max_tokens, **item.sampling)
+        assert said[id] == expected, f"schedule {seed}, request {id}"
 
 
 def test_schedules_equal_solo_runs(runner, alone):

@@ -2,8 +2,10 @@ import asyncio
 
 import pytest
 
+from k3jax.cache import KdaCache, MlaCache
 from serving.engine import Engine
-from serving.launch import Sizes, describe, divide, launch, model_cost
+from serving.launch import Sizes, describe, divide, footprint, launch
+from serving.prefix_cache import CacheOptions
 from serving.request import RequestError
 from tests.serving.model_fixtures import CHUNK, PAGE, PAGES, ROWS, SLOTS, UNIT, WIDE, prompt, request
 
@@ -60,12 +62,29 @@ def test_requests_that_the_model_cannot_serve(core, tokens, fields, sampling, me
 
 
 def test_memory_by_bytes(model):
-    cost = model_cost(model)
     sizes = Sizes(rows=2, cache_gib=0.01, state_fraction=0.5, page_size=8, prefix_match_unit=4)
-    cache = divide(sizes, cost, 96)
-    assert (cache.slots - 1) * cost.state_bytes == pytest.approx(0.005 * 2**30, rel=0.1)
-    assert (cache.pages - 1) * 8 * cost.latent_bytes_per_token == pytest.approx(0.005 * 2**30, rel=0.1)
-    assert len(list(describe(cache, cost))) == 2
+    each = footprint(model, sizes.page_size)
+    cache = divide(sizes, each, 96)
+    allocated = model.new_cache(cache.slots - 1, cache.pages - 1, 8)
+    states = sum(e.state.nbytes + e.window.nbytes for e in allocated.layers if isinstance(e, KdaCache))
+    latents = sum(e.latent.nbytes for e in allocated.layers if isinstance(e, MlaCache))
+    assert states == pytest.approx(0.005 * 2**30, rel=0.1)
+    assert latents == pytest.approx(0.005 * 2**30, rel=0.1)
+
+
+def test_the_plan_is_what_is_allocated(model):
+    """D.1 18: bytes that the plan prints are those of the arrays, row by row, slot by slot and page by page."""
+    each = footprint(model, PAGE)
+    assert each.weights == model.weight_bytes
+    assert each.pools(PAGES, SLOTS) == model.new_cache(SLOTS - 1, PAGES - 1, PAGE).nbytes
+    first, *rest = describe(CacheOptions(pages=PAGES, slots=SLOTS, page_size=PAGE, unit=4), each, rows=4)
+    assert first.startswith(f"per device, of 1: {(each.weights + 4 * each.row + each.pools(PAGES, SLOTS)) / 2**20:.1f} MiB")
+    assert len(rest) == 2
+
+
+def test_memory_by_fraction_needs_a_device_that_tells(model):
+    with pytest.raises(ValueError, match="does not tell its memory; give cache_gib"):
+        divide(Sizes(memory_fraction=0.5), footprint(model, 64), 96)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,6 @@ from tests.serving.model_fixtures import (
 )
 
 
-@pytest.fixture(scope="module")
-def drafting(model):
-    """A runner whose rows get up to four tokens a step."""
-    return build_runner(dataclasses.replace(model, draft=build_draft(model.config)), shapes=(CHUNK,))
-
-
 @pytest.mark.parametrize("length", [1, 15, 17, 33])
 def test_alone(drafting, alone, length):
     tokens = prompt(1, length)

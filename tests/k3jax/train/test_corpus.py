@@ -7,7 +7,7 @@ import pytest
 
 from k3jax import tokenizer
 from k3jax.tokenizer import train as tokenizer_train
-from k3jax.train import corpus, instructions, tokens
+from k3jax.train import corpus, exercises, instructions, tokens
 from k3jax.train.corpus import Source
 
 
@@ -115,6 +115,34 @@ def test_packed_ids_decode_to_the_files_with_eos_between(prepared: tuple[Path, l
         assert [encoder.decode(piece[:-1].tolist()) for piece in pieces] == texts
 
 
+def test_the_table_of_documents_points_at_each_file(prepared: tuple[Path, list[Source]]) -> None:
+    directory, sources = prepared
+    encoder = tokenizer.load(directory)
+    for split in ("training", "validation"):
+        ids = np.load(directory / f"{split}.npy")
+        found = {
+            entry.name: ids[entry.start : entry.start + entry.tokens] for entry in tokens.documents(directory, split)
+        }
+        expected = {source.name: source.text for source in sources if source.held_out == (split == "validation")}
+        assert {name: encoder.decode(part.tolist()) for name, part in found.items()} == expected
+
+
+def test_a_stored_list_selects_the_same_files_and_drops_changed_ones(
+    prepared: tuple[Path, list[Source]], tmp_path: Path
+) -> None:
+    directory, sources = prepared
+    for source in sources:
+        path = tmp_path / source.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source.text, encoding="utf-8")
+    changed, extra = tmp_path / sources[0].name, tmp_path / "another.py"
+    changed.write_text(sources[0].text + "# one more line\n", encoding="utf-8")
+    extra.write_text(lines(9), encoding="utf-8")
+    found = corpus.collect(root=tmp_path, listed=directory / tokens.SOURCES)
+    assert found == sources[1:]
+    assert len(corpus.collect(root=tmp_path)) == len(sources) + 1
+
+
 def test_windows_cover_every_token_once_an_epoch_and_depend_on_the_step_alone() -> None:
     ids = np.arange(1001, dtype=np.uint16)
     windows = tokens.Windows(ids, length=10, rows=4, seed=3)
@@ -184,15 +212,42 @@ def test_third_person(sentence: str, expected: str | None) -> None:
 
 def test_chat_windows_hold_whole_conversations(prepared: tuple[Path, list[Source]]) -> None:
     directory, sources = prepared
-    sizes = tokens.write_chat(sources, directory, directory, 1, length=500, seed=0, most=20)
+    sizes = tokens.write_chat(sources[::3], directory, directory, 1, length=500, seed=0, most=20)
     ids, weight = (np.load(directory / name) for name in tokens.CHAT)
     encoder = tokenizer.load(directory)
     assert sizes["chat_windows"] == len(ids) >= 2
     for row, row_weight in zip(ids, weight, strict=True):
         text = encoder.decode(row.tolist())
         assert text.startswith('<|open|>message role="system" type="thinking-effort"')
-        learnt = encoder.decode(row[1:][row_weight == 1].tolist())
+        learnt = encoder.decode(row[1:][row_weight >= 1].tolist())
         assert learnt.count("<|end_of_msg|>") == text.count("<|open|>response<|sep|>")
         for answer in learnt.split("<|open|>response<|sep|>")[1:]:
             ast.parse(answer.split("<|close|>response<|sep|>")[0])
         assert not row_weight[row[1:] == encoder.control_id("[PAD]")].any()
+
+
+def test_the_end_of_an_answer_weighs_more(prepared: tuple[Path, list[Source]]) -> None:
+    [function] = instructions.documented_functions(MODULE)
+    encoder = tokenizer.load(prepared[0])
+    _, completion = instructions.conversation(function, encoder, 0)
+    weights = instructions.completion_weights(completion, encoder)
+    heavy = [id_ for id_, weight in zip(completion, weights, strict=True) if weight == instructions.END_WEIGHT]
+    assert encoder.decode(heavy) == "\n<|close|>"
+    assert weights.count(1.0) == len(completion) - 2
+    where = weights.index(instructions.END_WEIGHT)
+    assert encoder.decode(completion[where + 1 :]).startswith("<|close|>response<|sep|><|close|>message")
+
+
+def test_exercises_are_valid_functions_and_none_is_on_the_fixed_list() -> None:
+    found = list(exercises.exercises(2000, 0))
+    assert found == list(exercises.exercises(2000, 0)) != list(exercises.exercises(2000, 1))
+    assert len({exercise.code for exercise in found}) > 800
+    for exercise in found:
+        [function] = ast.parse(exercise.code).body
+        assert isinstance(function, ast.FunctionDef)
+        assert function.name == exercise.name
+        assert tuple(argument.arg for argument in function.args.args) == exercise.arguments
+    tasks = Path(__file__).with_name("tasks.txt").read_text(encoding="utf-8").splitlines()
+    fixed = {task.rstrip(".").split(" function that ")[1] for task in tasks}
+    assert len(fixed) == 10
+    assert not fixed & {exercise.task for exercise in found}

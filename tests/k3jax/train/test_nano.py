@@ -23,18 +23,7 @@ PROMPTS = (
     "import os\nimport re\n\n\ndef read_lines(path):\n",
     'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n',
 )
-TASKS = (
-    "write a function that returns the sum of two numbers",
-    "write a function that reverses a string",
-    "Write a function that checks whether a number is even.",
-    "write a Python function that reads a file and returns its lines",
-    "Write a function that returns the largest value of a list.",
-    "Please write a function that converts a string to lower case.",
-    "write a function that counts the words in a text",
-    "Write a function that joins two paths.",
-    "write a function that removes duplicates from a list",
-    "Write a Python function that computes the mean of an array.",
-)
+TASKS = tuple(Path(__file__).with_name("tasks.txt").read_text(encoding="utf-8").splitlines())
 CODE = {"temperature": 0.6, "top_p": 0.95}
 CHAT = {"temperature": 1.0, "top_p": 0.95}
 """What Moonshot recommends for K3."""

@@ -16,6 +16,7 @@ from k3jax.config import K3Config
 from k3jax.train import __main__ as command
 from k3jax.train import data, programs, report, settle, step
 from k3jax.train.balance import imbalance
+from k3jax.train.configs import CONFIGS
 from k3jax.train.corpus import Source
 from k3jax.train.evaluate import make_evaluate
 from k3jax.train.forward import Batch
@@ -100,7 +101,7 @@ def test_settled_biases_balance_the_pool(small_model: K3Config, awake: dict, bat
     def worst(masters: dict) -> float:
         return float(imbalance(evaluate(masters, pool).routed.load).max())
 
-    settled = settle.settle(small_model, evaluate, masters, lambda _: pool, rounds=8)
+    settled = settle.settle(small_model, evaluate, masters, [pool], rounds=8)
     assert worst(settled) < 1.12 < worst(masters)
     bias = np.asarray(settled["layers"]["2"]["ffn"]["correction_bias"])
     assert abs(bias.mean()) < 1e-6 < np.abs(bias).max()
@@ -143,7 +144,7 @@ def test_another_vocabulary_is_refused(prepared: Path, small_model: K3Config, tm
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["pretrain", "--out", "{tmp}"], 2, "give exactly one of --steps and --seconds"),
+        (["pretrain", "--out", "{tmp}"], 2, "give --steps, --seconds or both"),
         (["baseline", "--data", "{tmp}/nothing"], 1, "does not exist; run `python -m k3jax.train prepare"),
         (["draw", "--out", "{tmp}/a.png", "--logs", "x", "y", "--names", "one"], 2, "1 names for 2 logs"),
     ],
@@ -160,4 +161,17 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         command.main(["--help"])
     assert exit_info.value.code == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("prepare", "pretrain", "settle", "baseline", "draw"))
+    assert all(name in shown for name in ("prepare", "pretrain", "settle", "baseline", "draft", "acceptance", "draw"))
+
+
+@pytest.mark.slow
+def test_nano_pretrains_and_continues_from_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--config", "nano", "--rows", "8", "--length", "64", "--settle-batches", "1", "--settle-rounds", "1"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert command.main(["pretrain", *shape, "--out", str(first), "--steps", "1", "--limit-mb", "1.5"]) == 0
+    start = json.loads(capsys.readouterr().out)["pretrain"]["validation_nats_per_token"]
+    assert 7.5 < start < 9.5  # about the logarithm of 4,096 ids
+    checkpoints.check(first / "checkpoint", CONFIGS["nano"]())
+    more = ["--data", str(first / "data"), "--initial", str(first / "checkpoint"), "--steps", "3"]
+    assert command.main(["pretrain", *shape, *more, "--out", str(second)]) == 0
+    assert json.loads(capsys.readouterr().out)["pretrain"]["validation_nats_per_token"] < start

@@ -9,65 +9,12 @@ from pallas import moe
 from pallas.activation import situ
 from pallas.moe import reference
 
-EXPERTS, LATENT, INNER = 6, 64, 96
-MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-
-
-def decode(packed, scale):
-    """MXFP4 as the format document says, in float64."""
-    codes = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
-    values = MAGNITUDES[codes & 7] * np.where(codes & 8, -1.0, 1.0)
-    return values * 2.0 ** (np.repeat(scale, 32, axis=-1).astype(np.float64) - 127)
-
-
-def draw_experts(seed=0, experts=EXPERTS, latent=LATENT, inner=INNER):
-    rng = np.random.default_rng(seed)
-
-    def packed(*shape):
-        return rng.integers(0, 256, shape).astype(np.uint8)
-
-    def scale(*shape):
-        return rng.integers(122, 126, shape).astype(np.uint8)
-
-    arrays = (
-        packed(experts, 2, inner, latent // 2),
-        scale(experts, 2, inner, latent // 32),
-        packed(experts, latent, inner // 2),
-        scale(experts, latent, inner // 32),
-    )
-    return moe.PackedExperts(*map(jnp.asarray, arrays))
-
-
-def definition(x, ids, weights, packed, beta=4.0, linear_beta=25.0):
-    gate_up = decode(np.asarray(packed.gate_up_packed), np.asarray(packed.gate_up_scale))
-    down = decode(np.asarray(packed.down_packed), np.asarray(packed.down_scale))
-    output = np.zeros(x.shape)
-    for token, slot in np.ndindex(*ids.shape):
-        gate, up = gate_up[ids[token, slot]] @ x[token].astype(np.float64)
-        hidden = beta * np.tanh(gate / beta) / (1 + np.exp(-gate)) * linear_beta * np.tanh(up / linear_beta)
-        output[token] += float(weights[token, slot]) * (down[ids[token, slot]] @ hidden)
-    return output
-
-
-def draw_tokens(tokens, k=3, seed=1, experts=EXPERTS, latent=LATENT):
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((tokens, latent)).astype(np.float32)
-    ids = np.stack([rng.permutation(experts)[:k] for _ in range(tokens)]).astype(np.int32)
-    weights = rng.random((tokens, k)).astype(np.float32)
-    return x, ids, weights
-
-
-def relative(actual, expected):
-    actual = np.asarray(actual, np.float64)
-    assert np.isfinite(actual).all()
-    return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
-
-
+EXPERTS = 6
 OPTIONS = {"beta": 4.0, "linear_beta": 25.0}
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_every_code_and_every_scale(dtype):
+def test_every_code_and_every_scale(dtype, decode):
     codes = np.tile(np.arange(16, dtype=np.uint8), 2)
     packed = np.tile(codes[0::2] | (codes[1::2] << 4), (253, 1))
     scale = np.arange(253, dtype=np.uint8)[:, None]
@@ -92,16 +39,46 @@ def test_dequantize_refuses_float16():
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 21, 22, 40, 200])
-def test_experts(tokens):
+def test_experts(tokens, draw_experts, draw_tokens, definition, relative):
     """Few tokens gather their weights, many are sorted into blocks; both are the same sum."""
     packed = draw_experts()
     x, ids, weights = draw_tokens(tokens)
     assert relative(moe.experts(x, ids, weights, packed, **OPTIONS), definition(x, ids, weights, packed)) < 2e-6
 
 
+@pytest.mark.parametrize("tokens", [4, 40])
+def test_a_slot_without_an_expert_counts_nowhere(tokens, draw_experts, draw_tokens, definition, relative):
+    packed = draw_experts()
+    x, ids, weights = draw_tokens(tokens)
+    expected = definition(x, ids, np.where(np.arange(3) == 1, 0, weights), packed)
+    ids[:, 1] = -1
+    weights[:, 1] = np.nan
+    assert relative(moe.experts(x, ids, weights, packed, **OPTIONS), expected) < 2e-6
+    assert moe.expert_load(jnp.asarray(ids), EXPERTS).sum() == 2 * tokens
+
+
+def test_an_expert_named_twice_is_refused(draw_experts, draw_tokens):
+    x, ids, weights = draw_tokens(3)
+    ids[2] = 4
+    with pytest.raises(ValueError, match="token 2 names expert 4 twice"):
+        moe.experts(x, ids, weights, draw_experts(), **OPTIONS)
+
+
+def test_expert_load():
+    ids = jnp.array([[0, 2], [2, 3], [2, -1]], jnp.int32)
+    np.testing.assert_array_equal(moe.expert_load(ids, 5), [1, 0, 3, 1, 0])
+
+
+@pytest.mark.parametrize(("byte", "reason"), [(255, "NaN"), (253, "overflow")])
+def test_scales_that_are_not_finite_are_refused(byte, reason):
+    moe.require_finite(jnp.full((2, 3), 252, jnp.uint8), "w1")
+    with pytest.raises(ValueError, match=f"w1: scale byte {byte} .*{reason}.* at most 252"):
+        moe.require_finite(jnp.array([[3, byte]], jnp.uint8), "w1")
+
+
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("tokens", [4, 100])
-def test_packed_equals_dense(tokens, dense):
+def test_packed_equals_dense(tokens, dense, draw_experts, draw_tokens, relative):
     packed = draw_experts()
     x, ids, weights = draw_tokens(tokens)
     arrays = moe.DenseExperts(
@@ -115,7 +92,7 @@ def test_packed_equals_dense(tokens, dense):
 
 
 @pytest.mark.parametrize("tokens", [70, 300])
-def test_all_tokens_on_one_expert(tokens):
+def test_all_tokens_on_one_expert(tokens, draw_experts, draw_tokens, definition, relative):
     packed = draw_experts()
     x, ids, weights = draw_tokens(tokens, k=1)
     ids[:] = EXPERTS - 1
@@ -123,7 +100,7 @@ def test_all_tokens_on_one_expert(tokens):
 
 
 @pytest.mark.parametrize("tokens", [5, 64])
-def test_a_nan_stays_in_its_row(tokens):
+def test_a_nan_stays_in_its_row(tokens, draw_experts, draw_tokens):
     packed = draw_experts()
     x, ids, weights = draw_tokens(tokens)
     expected = np.asarray(moe.experts(x, ids, weights, packed, **OPTIONS))
@@ -133,7 +110,7 @@ def test_a_nan_stays_in_its_row(tokens):
     assert np.isnan(actual[2]).all()
 
 
-def test_experts_are_differentiable():
+def test_experts_are_differentiable(draw_experts, draw_tokens):
     packed = draw_experts()
     x, ids, weights = draw_tokens(40)
 

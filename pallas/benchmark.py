@@ -1,0 +1,73 @@
+"""What an op's `bench.py` offers to `python -m k3jax.bench kernels`: checks that must pass, then lines of a table.
+
+Such a module has `gate(implementation) -> list[Check]`, quick and interpreted or portable where there is no GPU, and
+`measure() -> Iterator[Measurement]`, which needs one.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+BANDWIDTH = 4.3e12
+"""Bytes per second of a device-to-device copy on an H200, read plus written."""
+THREADS = 12
+"""Programs compiled at the same time: machine code is made outside Python's lock."""
+
+
+class Check(NamedTuple):
+    """One comparison of the gate: relative RMS error against the bound it must keep."""
+
+    name: str
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error keeps the bound; a non-finite error does not."""
+        return self.error <= self.bound
+
+
+class Peer(NamedTuple):
+    """Another implementation of a line: measured in this run, or published; without a time, `name` says why."""
+
+    name: str
+    time: float | None
+
+
+class Measurement(NamedTuple):
+    """One line of the table, times in microseconds; `floor` from bytes or arithmetic, `goal` None where none is set."""
+
+    name: str
+    measured: float
+    floor: float
+    goal: float | None
+    peers: tuple[Peer, ...] = ()
+
+
+def floor_us(moved: float) -> float:
+    """Microseconds that moving so many bytes through device memory takes at least."""
+    return moved / BANDWIDTH * 1e6
+
+
+def measured_peer(name: str, measure: Callable[[], float]) -> Peer:
+    """The peer's time, or the reason why it has none here."""
+    try:
+        return Peer(name, measure())
+    except ImportError as error:
+        return Peer(f"{name}: not installed ({error.name or error})", None)
+    except Exception as error:  # a peer's own failure, whatever it is, must not end our table
+        return Peer(f"{name}: {type(error).__name__}", None)
+
+
+def compiled(programs: dict[str, tuple[Any, tuple]]) -> dict[str, Callable[..., Any]]:
+    """Every jitted function, lowered for its arguments and compiled beside the others.
+
+    `programs` maps a name to the function and its arguments, which may be abstract.
+    """
+
+    def build(program: tuple[Any, tuple]) -> Callable[..., Any]:
+        function, arguments = program
+        return function.lower(*arguments).compile()
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(programs, pool.map(build, programs.values())))

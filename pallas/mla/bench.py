@@ -1,0 +1,237 @@
+"""MLA benchmark: latent attention at Kimi K3's shapes, beside floors, goals and peers.
+
+`python -m k3jax.bench kernels --op mla` asks for `gate()` and `measure()`. Times of decode are of the attention over
+latents, without the projections that fold keys into queries and lift values; times of prefill likewise start from
+expanded keys and values, except where a line says otherwise.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas import timing
+from pallas.benchmark import BANDWIDTH, Check, Measurement, Peer, compiled, measured_peer
+from pallas.dispatch import Implementation
+from pallas.mla import api, mosaic, mosaic_prefill, peers, reference
+from pallas.mla.shapes import HEADS, LATENT, OWN, PAGE, PREFILL_TOKENS, RANK, RANK_HEADS, SCALE, SHARED, VALUE
+from pallas.peer_process import PeerProcess
+
+__all__ = ["gate", "measure"]
+
+FLOPS = 790e12
+"""bf16 operations per second of a large matrix product on an H200."""
+BEYOND_CACHE = 150e6
+"""Bytes of latents that a chain of calls walks over at least."""
+
+
+def normal(key: int, *shape: int) -> jax.Array:
+    """Random bfloat16 values."""
+    return jax.random.normal(jax.random.key(key), shape, jnp.float32).astype(jnp.bfloat16)
+
+
+def paged(rows: int, tokens: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    """(pool, page table) of random latents in shuffled pages; one block of values repeats where there are many."""
+    pages = -(-tokens // PAGE)
+    own = normal(seed, min(rows * pages, 2048) + 1, PAGE, LATENT)
+    repeat = -(-(rows * pages + 1) // own.shape[0])
+    order = np.random.default_rng(seed).permutation(rows * pages).reshape(rows, pages)
+    return jnp.tile(own, (repeat, 1, 1))[: rows * pages + 1], jnp.asarray(1 + order, jnp.int32)
+
+
+class Call(NamedTuple):
+    """Arguments of `api.decode`."""
+
+    query: jax.Array
+    pool: jax.Array
+    page_table: jax.Array
+    key_up: jax.Array
+    value_up: jax.Array
+    start: jax.Array
+    length: jax.Array
+
+    def expected(self) -> jax.Array:
+        """The definition in float32."""
+        latents = api.gather_pages(self.pool, self.page_table)
+        return reference.attend(self.query, latents, self.key_up, self.value_up, self.start, scale=SCALE)
+
+    def rows(self, order: Any) -> "Call":
+        """The same call for some of its rows."""
+        pick = lambda x: x[jnp.asarray(order)]  # noqa: E731
+        query, table, start, length = map(pick, (self.query, self.page_table, self.start, self.length))
+        return self._replace(query=query, page_table=table, start=start, length=length)
+
+
+def random_call(lengths: list[int], tokens: int, heads: int) -> Call:
+    """Rows that end with `tokens` new tokens each."""
+    pool, table = paged(len(lengths), max(lengths))
+    length = jnp.asarray(lengths, jnp.int32)
+    query = normal(1, len(lengths), tokens, heads, OWN + SHARED)
+    ups = (normal(2, heads, OWN, RANK) / 16, normal(3, heads, VALUE, RANK) / 16)
+    return Call(query, pool, table, *ups, length - tokens, length)
+
+
+def decode_checks(implementation: Implementation, heads: int, lengths: list[int]) -> Iterator[Check]:
+    """Against the definition; rows moved and rows alone bit for bit; many tokens against single steps."""
+    attend = lambda call: api.decode(*call, scale=SCALE, implementation=implementation)  # noqa: E731
+    for tokens in (1, 4, 9):
+        call = random_call(lengths, tokens, heads)
+        actual, expected = attend(call), call.expected()
+        for row, length in enumerate(lengths):
+            error = timing.relative_rms(actual[row], expected[row])
+            yield Check(f"decode {heads} heads, {tokens} of {length} tokens", error, 1e-2)
+        order = list(reversed(range(len(lengths))))
+        yield Check("decode, rows moved", float(jnp.any(attend(call.rows(order)) != actual[jnp.asarray(order)])), 0.0)
+        yield Check("decode, a row alone", float(jnp.any(attend(call.rows([0]))[0] != actual[0])), 0.0)
+        for token in range(0, tokens, 3):
+            single = call._replace(
+                query=call.query[:, token : token + 1], start=call.start + token, length=call.start + token + 1
+            )
+            error = timing.relative_rms(actual[:, token], attend(single)[:, 0])
+            yield Check(f"decode, token {token} of {tokens} equals a single step", error, 5e-3)
+
+
+def prefill_checks(implementation: Implementation, heads: int, tokens: int) -> Iterator[Check]:
+    """A chunk behind a prefix, rows of different lengths, NaN behind them."""
+    length, start = jnp.array([tokens, 2 * tokens - 3], jnp.int32), jnp.array([0, tokens], jnp.int32)
+    query, latents = normal(1, 2, tokens, heads, OWN + SHARED), normal(2, 2, 2 * tokens, LATENT)
+    ups = (normal(3, heads, OWN, RANK) / 16, normal(4, heads, VALUE, RANK) / 16)
+    stored = jnp.arange(2 * tokens)[None] < length[:, None]
+    poisoned = jnp.where(stored[..., None], latents, jnp.bfloat16(jnp.nan))
+    actual = api.prefill(query, poisoned, *ups, start, length, scale=SCALE, implementation=implementation)
+    expected = reference.attend(query, latents, *ups, start, scale=SCALE)
+    for row, kept in enumerate((tokens, tokens - 3)):
+        error = timing.relative_rms(actual[row, :kept], expected[row, :kept])
+        yield Check(f"prefill {tokens} tokens behind {int(start[row])}", error, 1e-2)
+
+
+def gate(implementation: Implementation = None) -> list[Check]:
+    """Every check; few heads and tokens where there is no GPU."""
+    gpu = jax.default_backend() == "gpu"
+    results: list[Check] = []
+    for heads in (RANK_HEADS, HEADS) if gpu else (2,):
+        results += decode_checks(implementation, heads, [4000, 9, 63, 64, 65, 130, 1000, 128] if gpu else [70, 9])
+    for tokens in (130, 600) if gpu else (20,):
+        results += prefill_checks(implementation, 4 if gpu else 2, tokens)
+    return results
+
+
+attend_pages = jax.jit(mosaic.attend_pages, static_argnames=("heads", "rank", "scale"))
+
+
+class Line(NamedTuple):
+    """A line of the table: a program of `calls` chained calls from carry to carry."""
+
+    name: str
+    program: Any
+    arguments: Callable[[], tuple]
+    calls: int
+    floor: float
+    goal: float | None
+    published: tuple[Peer, ...] = ()
+    sdpa: tuple[int, int] | None = None
+
+
+def decode_line(rows: int, tokens: int, heads: int, length: int, goal: float | None, *published: Peer) -> Line:
+    """`tokens` queries of each row over `length` cached tokens; calls in turn read other pages."""
+    turns = max(1, round(BEYOND_CACHE / (rows * length * LATENT * 2)))
+    calls = max(turns, 4 if rows > 8 else 24)
+
+    def chain(start: jax.Array, query: jax.Array, pool: jax.Array, tables: jax.Array) -> jax.Array:
+        for index in range(calls):
+            options = {"heads": heads, "rank": RANK, "scale": SCALE}
+            mixed = attend_pages(query, pool, tables[index % turns], start, start + tokens, **options)
+            # The next call depends on this one, so calls cannot overlap; XLA makes a small kernel of this line.
+            start = start + (mixed[:, 0, 0] * 0).astype(jnp.int32)
+        return start
+
+    def arguments() -> tuple:
+        pool, table = paged(rows * turns, length)
+        tables = table.reshape(turns, rows, -1)
+        return jnp.full(rows, length - tokens, jnp.int32), normal(1, rows, tokens * heads, LATENT), pool, tables
+
+    work = max(rows * length * LATENT * 2 / BANDWIDTH, 2.0 * rows * tokens * heads * length * (LATENT + RANK) / FLOPS)
+    name = f"decode bs {rows}, {heads} heads x {tokens}, {length} tokens"
+    return Line(name, jax.jit(chain), arguments, calls, work * 1e6, goal, published)
+
+
+def prefill_line(heads: int, tokens: int, goal: float | None, *published: Peer) -> Line:
+    """Causal attention of one row over its own expanded keys and values, dispatched one by one."""
+
+    def run(start: jax.Array, query: jax.Array, own: jax.Array, shared: jax.Array, value: jax.Array) -> jax.Array:
+        mixed = mosaic_prefill.attend(query, own, shared, value, start, scale=SCALE)
+        return start + (mixed[:, 0, 0, 0] * 0).astype(jnp.int32)
+
+    def arguments() -> tuple:
+        shapes = ((heads, OWN + SHARED), (heads, OWN), (SHARED,), (heads, VALUE))
+        return jnp.zeros(1, jnp.int32), *(normal(i, 1, tokens, *shape) for i, shape in enumerate(shapes))
+
+    work = heads * tokens * (tokens + 1) * (OWN + SHARED + VALUE) / FLOPS * 1e6
+    name = f"prefill {tokens}, {heads} heads, expanded given"
+    return Line(name, jax.jit(run), arguments, 1, work, goal, published, (heads, tokens))
+
+
+def whole_prefill_line(heads: int, tokens: int) -> Line:
+    """`api.prefill`: from latents, expansion of keys and values included."""
+
+    def run(start: jax.Array, query: jax.Array, latents: jax.Array, *ups: jax.Array) -> jax.Array:
+        mixed = api.prefill(query, latents, *ups, start, start + tokens, scale=SCALE)
+        return start + (mixed[:, 0, 0, 0] * 0).astype(jnp.int32)
+
+    def arguments() -> tuple:
+        latents = (normal(0, 1, tokens, heads, OWN + SHARED), normal(1, 1, tokens, LATENT))
+        return jnp.zeros(1, jnp.int32), *latents, normal(2, heads, OWN, RANK), normal(3, heads, VALUE, RANK)
+
+    per_key = heads * ((tokens + 1) * (OWN + SHARED + VALUE) + 2 * RANK * (OWN + VALUE))
+    return Line(f"prefill {tokens}, {heads} heads, from latents", jax.jit(run), arguments, 1, tokens * per_key / FLOPS * 1e6, None)
+
+
+def lines() -> list[Line]:
+    """The rows of the table; published times are for 128 or 8 heads."""
+    fa3, trt = "published: FA3, H200", "published: TRT-LLM, H200"
+    return [
+        decode_line(1, 1, HEADS, 8192, 10.0, Peer(fa3, 26.4)),
+        decode_line(1, 1, HEADS, 131072, 45.0, Peer(fa3, 96.0), Peer(trt, 78.4)),
+        decode_line(1, 1, RANK_HEADS, 8192, None, Peer(fa3, 21.0)),
+        decode_line(1, 1, RANK_HEADS, 131072, None, Peer(fa3, 64.0), Peer(trt, 58.5)),
+        decode_line(1, 8, RANK_HEADS, 8192, None),
+        decode_line(64, 1, RANK_HEADS, 131072, 2500.0, Peer(fa3, 2222.0)),
+        prefill_line(HEADS, PREFILL_TOKENS, 3500.0, Peer("published: FA3 class, H100", 3300.0)),
+        prefill_line(RANK_HEADS, PREFILL_TOKENS, None),
+        whole_prefill_line(HEADS, PREFILL_TOKENS),
+    ]
+
+
+def example_us(run: Callable | None, heads: int, tokens: int) -> float:
+    """Time of JAX's example kernel."""
+    if run is None:
+        raise RuntimeError("JAX's example did not compile")
+    inputs = [normal(i, 1, tokens, heads, OWN + SHARED) for i in range(3)]
+    return timing.median_call_us(lambda query: run(query, *inputs[1:]), inputs[0], 1, enqueued=2)
+
+
+def rivals(line: Line, ready: dict[str, Callable], child: PeerProcess) -> Iterator[Peer]:
+    """The peers of a prefill line, measured."""
+    if line.sdpa is None:
+        return
+    run = ready.get(f"example {line.name}")
+    yield measured_peer("jax attention_mgpu, values padded to 192", lambda: example_us(run, *line.sdpa))
+    for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+        yield measured_peer(f"torch {backend}", lambda: child.time((backend, *line.sdpa)))
+
+
+def measure() -> Iterator[Measurement]:
+    """Times every line on the present GPU, one by one, once all programs are compiled."""
+    table = lines()
+    calls = [(name, *line.sdpa) for line in table if line.sdpa for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION")]
+    with PeerProcess("pallas.mla.peers", calls) as child:
+        programs = {line.name: (line.program, jax.eval_shape(line.arguments)) for line in table}
+        examples = {f"example {line.name}": peers.jax_example(*line.sdpa) for line in table if line.sdpa}
+        ready = compiled({**programs, **examples})
+        for line in table:
+            carry, *rest = line.arguments()
+            run = ready[line.name]
+            time = timing.median_call_us(lambda carry: run(carry, *rest), carry, line.calls, enqueued=2)
+            yield Measurement(line.name, time, line.floor, line.goal, (*rivals(line, ready, child), *line.published))

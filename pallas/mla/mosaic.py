@@ -1,0 +1,118 @@
+"""The Mosaic GPU backend of latent attention: projections by XLA around the kernels."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas.kda.mosaic import require_hopper
+from pallas.mla import mosaic_decode, mosaic_join, mosaic_prefill, xla
+from pallas.precision import einsum
+
+
+def decode(
+    query: Float[Array, "B W H Q"],
+    pool: Float[Array, "pages page L"],
+    page_table: Int32[Array, "B P"],
+    key_up: Float[Array, "H K R"],
+    value_up: Float[Array, "H V R"],
+    start: Int32[Array, " B"],
+    length: Int32[Array, " B"],
+    page_scale: Float32[Array, " pages"] | None = None,
+    *,
+    scale: float,
+) -> Float[Array, "B W H V"]:
+    """`api.decode`: keys are folded into the query, values are lifted after the sum."""
+    require_hopper("mla mosaic decode")
+    own, rank = key_up.shape[1:]
+    mosaic_decode.require_supported(query, pool, rank)
+    rows, tokens, heads, _ = query.shape
+    absorbed = einsum("bwhk,hkr->bwhr", query[..., :own], key_up)
+    full = jnp.concatenate([absorbed, query[..., own:]], axis=-1).reshape(rows, tokens * heads, -1)
+    mixed = attend_pages(full, pool, page_table, start, length, page_scale, heads=heads, rank=rank, scale=scale)
+    return einsum("bwhr,hvr->bwhv", mixed.reshape(rows, tokens, heads, rank), value_up)
+
+
+def attend_pages(
+    query: Float[Array, "B Q L"],
+    pool: Float[Array, "pages page L"],
+    page_table: Int32[Array, "B P"],
+    start: Int32[Array, " B"],
+    length: Int32[Array, " B"],
+    page_scale: Float32[Array, " pages"] | None = None,
+    *,
+    heads: int,
+    rank: int,
+    scale: float,
+    settings: mosaic_decode.Settings = mosaic_decode.Settings(),
+    interpret: Any = None,
+) -> Float[Array, "B Q R"]:
+    """Attention of absorbed queries over the latents themselves; query r is head r % heads of token r // heads."""
+    parts = mosaic_decode.attend(
+        query,
+        pool,
+        page_table,
+        start,
+        length,
+        page_scale,
+        heads=heads,
+        rank=rank,
+        scale=scale,
+        settings=settings,
+        interpret=interpret,
+    )
+    return mosaic_join.join(*parts, length, settings.least, interpret)[:, : query.shape[1]]
+
+
+def prefill(
+    query: Float[Array, "B T H Q"],
+    latents: Float[Array, "B S L"],
+    key_up: Float[Array, "H K R"],
+    value_up: Float[Array, "H V R"],
+    start: Int32[Array, " B"],
+    length: Int32[Array, " B"],
+    *,
+    scale: float,
+) -> Float[Array, "B T H V"]:
+    """`api.prefill`."""
+    require_hopper("mla mosaic prefill")
+    return differentiable_prefill(query, latents, key_up, value_up, start, length, scale)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def differentiable_prefill(*args: Any) -> Float[Array, "B T H V"]:
+    """The kernel's values, with the gradients of the portable form, recomputed."""
+    return expanded(*args)
+
+
+def expanded(
+    query: Float[Array, "B T H Q"],
+    latents: Float[Array, "B S L"],
+    key_up: Float[Array, "H K R"],
+    value_up: Float[Array, "H V R"],
+    start: Int32[Array, " B"],
+    length: Int32[Array, " B"],
+    scale: float,
+) -> Float[Array, "B T H V"]:
+    """Lifts keys and values of every head, then attends; tokens are padded to the kernel's multiple of 8."""
+    rank, tokens = key_up.shape[-1], query.shape[1]
+    query, latents = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8)) + ((0, 0),) * (x.ndim - 2)) for x in (query, latents))
+    latents = xla.clean(latents, length)
+    own = einsum("bsr,hkr->bshk", latents[..., :rank], key_up)
+    value = einsum("bsr,hvr->bshv", latents[..., :rank], value_up)
+    return mosaic_prefill.attend(query, own, latents[..., rank:], value, start, scale=scale)[:, :tokens]
+
+
+def _forward(*args: Any) -> tuple[Array, tuple]:
+    return expanded(*args), args[:6]
+
+
+def _backward(scale: float, saved: tuple, cotangent: Array) -> tuple:
+    *floats, start, length = saved
+    _, pull_back = jax.vjp(lambda *floats: xla.prefill(*floats, start, length, scale=scale), *floats)
+    return (*pull_back(cotangent), None, None)
+
+
+differentiable_prefill.defvjp(_forward, _backward)

@@ -1,0 +1,46 @@
+"""Attention of other houses on expanded heads: torch's SDPA in a child process, the Mosaic GPU example of JAX here."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas.mla.shapes import OWN, SHARED, VALUE
+from pallas.peer_process import serve
+
+WIDTH = OWN + SHARED
+
+
+def jax_example(heads: int, tokens: int) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
+    """`jax.experimental.pallas.ops.gpu.attention_mgpu`, causal, values padded to the width of the keys."""
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    config = attention_mgpu.TuningConfig(block_q=64, block_kv=64, max_concurrent_steps=3, causal=True)
+
+    @jax.jit
+    def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return attention_mgpu.attention(query, key, value, config)
+
+    return run, (jax.ShapeDtypeStruct((1, tokens, heads, WIDTH), jnp.bfloat16),) * 3
+
+
+def prepare(backend: str, heads: int, tokens: int) -> list[Callable[[], Any]]:
+    """Causal SDPA by torch's `FLASH_ATTENTION` (values padded to the width of the keys) or `CUDNN_ATTENTION`."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    width = WIDTH if backend == "FLASH_ATTENTION" else VALUE
+    query, key, value = (
+        torch.randn(1, heads, tokens, columns, device="cuda", dtype=torch.bfloat16) for columns in (WIDTH, WIDTH, width)
+    )
+
+    def run() -> Any:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    return [run] * 2
+
+
+if __name__ == "__main__":
+    serve(prepare)

@@ -1,0 +1,58 @@
+"""Results of swapped products, [weight rows, tokens], stored as rows of tokens."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, scf, vector
+
+
+def store(out: Any, target: Any, offset: Any, value: jax.Array, layout: Any, place: Callable | None = None) -> None:
+    """out[n, place(offset + r)] = value[r, n]; with targets out[target[n], ...] where that is not negative."""
+    refs = (out,) if target is None else (out, target)
+    column = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=layout) + offset
+    row = plgpu.broadcasted_iota(jnp.int32, value.shape, 1, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), layout, layout, layout))
+    def run(_: Any, refs: tuple, row: Any, column: Any, value: Any) -> None:
+        kind = ir.IndexType.get()
+        for r, c, v in zip(*(_scalars(x.registers) for x in (row, column, value)), strict=True):
+            r, c = arith.index_cast(kind, r), arith.index_cast(kind, c)
+            if len(refs) == 1:
+                memref.store(v, refs[0], [r, c])
+                continue
+            there = memref.load(refs[1], [r])
+            zero = arith.constant(there.type, ir.IntegerAttr.get(there.type, 0))
+            wanted = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, there, zero))
+            with ir.InsertionPoint(wanted.then_block):
+                memref.store(v, refs[0], [arith.index_cast(kind, there), c])
+                scf.yield_([])
+
+    run(refs, row, column if place is None else place(column), value)
+
+
+def _scalars(registers: Any) -> Any:
+    for register in registers.flat:
+        if not isinstance(register.type, ir.VectorType):
+            yield register
+            continue
+        for index in range(ir.VectorType(register.type).shape[0]):
+            yield vector.extract(register, dynamic_position=[], static_position=[index])
+
+
+def emulated_store(
+    out: Any, target: Any, offset: Any, value: jax.Array, layout: Any, place: Callable | None = None
+) -> None:
+    """`store` for interpretation on a CPU; leaves `place` to the caller, so that a row is one store."""
+    for n in range(value.shape[1]):
+        there = n if target is None else target[n]
+        pl.when(jnp.asarray(there) >= 0)(partial(_store_row, out, there, offset, value[:, n]))
+
+
+def _store_row(out: Any, row: Any, offset: Any, value: jax.Array) -> None:
+    out[row, pl.ds(offset, value.shape[0])] = value

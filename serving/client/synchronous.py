@@ -1,0 +1,170 @@
+"""The client for scripts and notebooks."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from serving.client import channel, requests
+from serving.client.errors import ServiceError
+from serving.client.requests import Prompt
+from serving.client.results import Delta, Folding, Result
+from serving.protocol import messages, services
+
+
+class Stream:
+    """An answer on its way: an iterator of `Delta`. Its `results` are there at the end."""
+
+    def __init__(self, client: "Client", request: Any, timeout: int | float | None) -> None:
+        self._client, self._request, self._timeout = client, request, timeout
+        self._folding = Folding()
+        self._call: Any = client._open(request, timeout)
+        self._iterator = self._read()
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self._iterator
+
+    def __next__(self) -> Delta:
+        return next(self._iterator)
+
+    def _read(self) -> Iterator[Delta]:
+        for attempt in range(self._client.retries + 1):
+            try:
+                for message in self._call:
+                    yield from self._folding.add(message)
+                return
+            except grpc.RpcError as error:
+                failure = ServiceError.of(error)
+                # What has begun must not be said twice.
+                if self._folding.seen or attempt == self._client.retries or not failure.may_retry:
+                    raise failure from error
+                time.sleep(failure.retry_after or 0.1 * 2**attempt)
+                self._call = self._client._open(self._request, self._timeout)
+
+    @property
+    def request_id(self) -> str:
+        """The request's id, once the answer has begun."""
+        return self._folding.request_id
+
+    @property
+    def prompt_logprobs(self) -> Any:
+        """Log-probabilities of the prompt, if asked for, once the answer has begun."""
+        return self._folding.prompt_logprobs
+
+    @property
+    def results(self) -> list[Result]:
+        """All answers; runs what is left of the stream."""
+        for _ in self._iterator:
+            pass
+        return self._folding.results()
+
+    @property
+    def result(self) -> Result:
+        """The first answer; runs what is left of the stream."""
+        return self.results[0]
+
+    def cancel(self) -> None:
+        """Hangs up."""
+        self._call.cancel()
+
+
+class Client:
+    """A connection to a service; a context manager.
+
+    Options of `generate` and `chat` are the fields of `k3jax.v1`: max_tokens, temperature, top_p, top_k, min_p, the
+    penalties, seed, stop, stop_ids, min_tokens, ignore_eos, n, logprobs, prompt_logprobs, logit_bias, one of
+    json_schema, json_object, regex, grammar, choice and structural_tag, session, retention, salt, priority;
+    `timeout` is the deadline in seconds. Calls raise `ServiceError`.
+    """
+
+    def __init__(
+        self,
+        target: str = "127.0.0.1:50051",
+        *,
+        token: str | None = None,
+        ca: Path | str | None = None,
+        certificate: Path | str | None = None,
+        key: Path | str | None = None,
+        timeout: int | float | None = None,
+        retries: int = 2,
+    ) -> None:
+        """`timeout` is the default deadline in seconds; `retries` are made only while nothing has come back."""
+        secure = channel.credentials(ca, certificate, key)
+        self._channel = (
+            grpc.insecure_channel(target, channel.ARGUMENTS)
+            if secure is None
+            else grpc.secure_channel(target, secure, channel.ARGUMENTS)
+        )
+        self._stub = services.GenerateStub(self._channel)
+        self._metadata = channel.metadata(token)
+        self.timeout, self.retries = timeout, retries
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._channel.close()
+
+    def _open(self, request: Any, timeout: int | float | None) -> Any:
+        return self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
+
+    def generate(self, prompt: Prompt, *, timeout: int | float | None = None, **options: Any) -> Stream:
+        """Continues a text or token ids."""
+        return Stream(self, requests.generate(prompt, options), timeout or self.timeout)
+
+    def chat(
+        self, conversation: Sequence[Mapping[str, Any]], *, timeout: int | float | None = None, **options: Any
+    ) -> Stream:
+        """Answers OpenAI-style messages; more options: tools, tool_choice, effort, thinking, response_format."""
+        return Stream(self, requests.chat(conversation, options), timeout or self.timeout)
+
+    def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=self.timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise ServiceError.of(error) from error
+
+    def model(self) -> Any:
+        """What is served: a `k3jax.v1.Model`."""
+        return self._call(self._stub.GetModel, messages.GetModelRequest())
+
+    def stats(self) -> dict[str, int | float]:
+        """Every figure of the engine."""
+        return dict(self._call(self._stub.GetStats, messages.GetStatsRequest()).values)
+
+    def health(self) -> str:
+        """SERVING or NOT_SERVING."""
+        answer = self._call(health_pb2_grpc.HealthStub(self._channel).Check, health_pb2.HealthCheckRequest())
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+    def abort(self, *request_ids: str) -> list[str]:
+        """Ends requests of any client; returns those that were found."""
+        return list(self._call(self._stub.Abort, messages.AbortRequest(request_ids=request_ids)).aborted)
+
+    def flush(self) -> int:
+        """Drops every cached prefix."""
+        return self._call(self._stub.FlushCache, messages.FlushCacheRequest()).dropped
+
+    def inspect(self, prompt: Prompt, salt: str = "") -> Any:
+        """What the cache holds of a prompt: a `k3jax.v1.InspectCacheResponse`."""
+        return self._call(self._stub.InspectCache, requests.cached(prompt, messages.InspectCacheRequest, salt))
+
+    def release(self, session: str) -> bool:
+        """Lets go of what a session holds."""
+        return self._call(self._stub.ReleaseSession, messages.ReleaseSessionRequest(session=session)).found
+
+    def export_state(self, prompt: Prompt, salt: str = "") -> list[Any]:
+        """The cached state of a prompt, as chunks for `import_state` of another server."""
+        request = requests.cached(prompt, messages.ExportStateRequest, salt)
+        return self._call(lambda *args, **rest: list(self._stub.ExportState(*args, **rest)), request)
+
+    def import_state(self, chunks: Sequence[Any]) -> int:
+        """Stores what another server has exported; returns how many tokens it holds."""
+        return self._call(self._stub.ImportState, iter(chunks)).tokens

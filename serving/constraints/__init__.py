@@ -1,0 +1,69 @@
+"""Structured output: what a request may say, token by token.
+
+    constraint = compile("json_schema", schema, tokenizer, channel=channel_of(tokenizer, prompt))
+    constraint.mask()                   # bits of the tokens that may come next
+    constraint.advance([token])
+
+A chat prompt leaves a channel of the assistant's message open. The grammar then waits for the end of the reasoning and
+is put into the response channel; after a raw prompt it starts at once. Needs llguidance (extra `structured`).
+"""
+
+from collections.abc import Mapping, Sequence
+
+from k3jax.parse import open_channel
+from k3jax.tokenizer import Tokenizer
+from k3jax.tokenizer import control as control_tokens
+from serving.constraints.channels import Channel, wrap
+from serving.constraints.errors import ConstraintError
+from serving.constraints.grammars import KINDS, body_of
+from serving.constraints.matcher import GrammarConstraint
+from serving.constraints.structural import tag_grammar
+from serving.constraints.tools import tool_calls
+from serving.constraints.vocabulary import Vocabulary, vocabulary_of
+
+__all__ = ["KINDS", "Channel", "ConstraintError", "GrammarConstraint", "channel_of", "compile", "tool_calls"]
+
+
+def channel_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Channel | None:
+    """The channel that a prompt leaves open: `think`, `response`, `message`, or None for a raw prompt."""
+    if tokenizer.control_ids.get(control_tokens.OPEN) not in prompt:
+        return None
+    return open_channel(tokenizer, prompt)  # pyright: ignore[reportReturnType]
+
+
+def compile(
+    kind: str,
+    value: object,
+    tokenizer: Tokenizer,
+    *,
+    channel: Channel | None = None,
+    tools: Sequence[Mapping[str, object]] = (),
+) -> GrammarConstraint:
+    """A constraint for one sequence. Grammars of the same text are compiled once.
+
+    Args:
+      kind: one of `KINDS`.
+      value: the schema (text or object), regex, Lark or GBNF grammar, strings of a choice, structural tag; True for
+        `json_object`.
+      tokenizer: of the model.
+      channel: what the prompt leaves open; None applies the grammar from the first token.
+      tools: tools that the model may call instead of answering; only within a channel.
+
+    Raises `ConstraintError`, which names the kind and what is wrong with the value.
+    """
+    vocabulary = vocabulary_of(tokenizer)
+    text = _grammar(kind, value, vocabulary, channel, tools)
+    return GrammarConstraint(vocabulary, vocabulary.matcher(kind, text), kind, channel)
+
+
+def _grammar(
+    kind: str,
+    value: object,
+    vocabulary: Vocabulary,
+    channel: Channel | None,
+    tools: Sequence[Mapping[str, object]],
+) -> str:
+    if kind == "structural_tag":
+        return tag_grammar(value, vocabulary, channel)
+    calls = tool_calls(tools, "required") if tools and channel is not None else None
+    return wrap(body_of(kind, value), vocabulary, channel, calls)

@@ -1,0 +1,1 @@
+"""The gRPC service: both protocols, health, reflection, and what an operator needs around them."""

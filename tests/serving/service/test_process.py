@@ -1,0 +1,174 @@
+"""The process: its ready line, its signals, its exit codes (checklist 4, 6 and 7)."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+import serving
+from tests.serving.fake_runner import solo
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Process:
+    """A server of its own; its address is on its first line."""
+
+    def __init__(self, module, *flags):
+        command = [sys.executable, "-m", module, "--port", "0", *flags]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self._client = None
+
+    @property
+    def client(self):
+        if self._client is None:
+            line = self.process.stdout.readline()
+            assert line.startswith("ready 127.0.0.1:"), self.process.communicate()[1]
+            self._client = serving.Client(line.split()[1], retries=0)
+        return self._client
+
+    def signal(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+
+    def end(self, seconds=20):
+        self.process.wait(seconds)
+        self._client.close()
+        return self.process.returncode, self.process.communicate()[1]
+
+    def kill(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def fakes():
+    """Started together, so that they import side by side."""
+    flags = {"drained": (), "hurried": (), "crashed": (), "stalled": ("--stall-seconds", "1.5")}
+    module = "tests.serving.service.fake_server"
+    processes = {name: Process(module, "--max-num-seqs", "8", *more) for name, more in flags.items()}
+    yield processes
+    for process in processes.values():
+        process.kill()
+
+
+def test_sigterm_lets_fifty_streams_end_and_exits_with_0(fakes):
+    server = fakes["drained"]
+    streams = [server.client.generate([n % 40, 2], max_tokens=30, ignore_eos=True) for n in range(50)]
+    next(streams[0])
+    while server.client.stats()["requests"] < 50:
+        time.sleep(0.01)
+    server.signal()
+    for n, stream in enumerate(streams):
+        assert list(stream.result.token_ids) == solo([n % 40, 2], 30)
+    assert server.end()[0] == 0
+
+
+def test_a_second_sigterm_gives_statuses_and_exits_with_1(fakes):
+    server = fakes["hurried"]
+    streams = [server.client.generate([n, 2], max_tokens=390, ignore_eos=True) for n in range(10)]
+    next(streams[0])
+    server.signal()
+    time.sleep(0.1)
+    server.signal()
+    for stream in streams:
+        with pytest.raises(serving.ServiceError, match="shutting down|cancelled") as ended:
+            list(stream)
+        assert ended.value.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    assert server.end()[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "trouble", "code", "log"),
+    [("crashed", 13, 70, "the device is on fire"), ("stalled", 14, 75, "time.sleep|dispatch")],
+)
+def test_an_engine_that_fails_ends_the_process(fakes, name, trouble, code, log):
+    import re
+
+    server = fakes[name]
+    streams = [server.client.generate([n, 2], max_tokens=390, ignore_eos=True) for n in range(3)]
+    next(streams[0])
+    streams.append(server.client.generate([trouble], request_id="trouble"))
+    for stream in streams:
+        with pytest.raises(serving.ServiceError, match="crashed|no sign of life") as ended:
+            list(stream)
+        assert ended.value.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
+    exit_code, text = server.end()
+    assert exit_code == code
+    assert re.search(log, text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tls-key", "missing.pem"], "go together"),
+        (["--drain-seconds", "0"], "must be above 0"),
+        (["--max-num-seqs", "0"], "--max-num-seqs is 0"),
+        (["--checkpoint", "nowhere"], "does not exist"),
+        (["--draft", "nowhere"], "does not exist"),
+        (["--eviction", "lfu"], "eviction is 'lfu'"),
+        (["--retention", "all"], "'all' is not one of"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_code_2(flags, message, capsys):
+    from serving.service import program
+
+    assert program.main(flags) == 2
+    text = capsys.readouterr().err
+    assert message in text
+    assert text.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def tiny_checkpoint(tiny_config, tmp_path_factory):
+    """Random weights, without a tokenizer."""
+    import dataclasses
+
+    from checkpoints import synthetic
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    config = dataclasses.replace(tiny_config, num_layers=4, mla_layers=(2, 3), attn_res_block_size=2)
+    synthetic.write_random(folder, config)
+    return folder
+
+
+def test_a_checkpoint_without_a_tokenizer_serves_ids(tiny_checkpoint):
+    """The program as users start it: a real model, compiled before the ready line."""
+    flags = [
+        "--max-num-seqs",
+        "2",
+        "--max-prefill-tokens",
+        "16",
+        "--max-length",
+        "96",
+        "--page-size",
+        "8",
+        "--prefix-match-unit",
+        "4",
+    ]
+    server = Process("serving", "--checkpoint", str(tiny_checkpoint), "--dtype", "float32", *flags)
+    try:
+        prompt = list(range(20))
+        results = [server.client.generate(prompt, max_tokens=6, temperature=0, logprobs=2).result for _ in range(2)]
+        assert results[0].token_ids == results[1].token_ids
+        assert results[1].usage["cached_tokens"] == 16
+        assert len(results[0].logprobs[0].alternatives) == 2
+        with pytest.raises(serving.ServiceError, match="no tokenizer"):
+            list(server.client.generate("text"))
+        assert server.client.stats()["compilations"] == 0
+        chunks = server.client.export_state(prompt)
+        server.client.flush()
+        assert server.client.import_state(chunks) == 16
+        again = server.client.generate(prompt, max_tokens=6, temperature=0).result
+        assert (again.token_ids, again.usage["cached_tokens"]) == (results[0].token_ids, 16)
+        server.signal()
+        assert server.end()[0] == 0
+    finally:
+        server.kill()
