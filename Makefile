@@ -4,7 +4,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 WORKERS ?= 2
 
-.PHONY: help demo gateway test test-slow lint format clean
+.PHONY: help demo gateway test test-slow soak fuzz lint format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,14 @@ test: ## the tests that a change must pass
 test-slow: ## the tests that take minutes
 	@scripts/venv test
 	@$(PYTHON) -m pytest -q -n $(WORKERS) -m slow --timeout 3600
+
+soak: ## ten minutes of mixed clients against the service: nothing may grow
+	@scripts/venv serving
+	@$(PYTHON) -m serving.service.soak --minutes 10
+
+fuzz: ## 100,000 mutated requests against the service
+	@scripts/venv serving
+	@$(PYTHON) -m serving.service.fuzz --requests 100000
 
 lint: ## style and types
 	@scripts/venv lint

@@ -79,8 +79,7 @@ def load(
     """
     import checkpoints
 
-    if implementation not in (None, *BACKENDS):
-        raise ValueError(f"implementation is {implementation!r}, expected {', '.join(BACKENDS)}, or None for the best")
+    _require_backend(implementation)
     root = shipped_checkpoint() if path is None else Path(path)
     layout = None if mesh is None else sharding.layout(mesh)
     config: K3Config | None = None
@@ -102,6 +101,12 @@ def load(
     )
     widths = Widths(tuple(draft_widths)) if draft_widths else None
     return dataclasses.replace(model, draft=_draft(model, root, draft, widths))
+
+
+def _require_backend(name: str | None) -> None:
+    """Raises ValueError for a kernel backend that no op has."""
+    if name not in (None, *BACKENDS):
+        raise ValueError(f"implementation is {name!r}, expected {', '.join(BACKENDS)}, or None for the best")
 
 
 def _draft(model: Model, root: Path, which: str | Path | None, widths: Widths | None = None) -> Draft | None:

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-Leaf = jax.Array | np.ndarray | object
-"""An array, or what a transformation puts in its place."""
+from k3jax.cache import Leaf
 
 WORD = 32
 """Tokens per word of a mask."""

@@ -1,6 +1,6 @@
 """Log-probabilities beside the sampled token's own: the best alternatives, and those of a prompt.
 
-They are the model's own, before any rule, penalty or temperature. Both travel as int32, log-probabilities by their bits.
+They are the model's own, before any rule, penalty or temperature, and travel as int32: log-probabilities by their bits.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ BLOCK = 64
 
 
 def alternatives(logits: Float32[Array, "B V"], wanted: Bool[Array, " B"], count: int) -> Int32[Array, "B C"]:
-    """Ids of the `count` best tokens of each row, then the bits of their log-probabilities; zeros if nobody wants any."""
+    """Ids of the `count` best tokens of each row, then the bits of their log-probabilities; zeros if none is wanted."""
 
     def best(logits: Array) -> Array:
         values, ids = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), count)

@@ -15,9 +15,9 @@ from k3jax.layers.mlp import Mlp
 from k3jax.layers.moe import LatentMoe
 from k3jax.layers.norm import RmsNorm
 from k3jax.params import Tree
+from pallas import gemv
 from pallas.dispatch import Implementation
 from pallas.moe import Routing
-from pallas.precision import einsum
 
 
 class LayerTrace(NamedTuple):
@@ -116,4 +116,5 @@ class K3(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """float32 logits over the vocabulary, rounded to the model's dtype first as the released code does."""
-        return einsum("...d,vd->...v", hidden, self.head[...]).astype(jnp.float32)
+        (logits,) = gemv.project(hidden, self.head[...])
+        return logits.astype(jnp.float32)

@@ -140,7 +140,7 @@ def lines(options: Options, values: dict[str, Any]) -> Iterator[str]:
     yield f"pools: {values['pages']} pages and {values['slots']} slots, {values['pool_bytes'] / gib:.2f} GiB per device"
     for rows, seconds in values["decode_seconds"].items():
         rate = rows / seconds
-        yield f"decode of {rows} rows: at least {1e3 * seconds:.2f} ms a step, at most {rate:.0f} tokens/s (bytes alone)"
+        yield f"decode of {rows} rows: at least {1e3 * seconds:.2f} ms, at most {rate:.0f} tokens/s (bytes alone)"
 
 
 if __name__ == "__main__":

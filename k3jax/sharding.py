@@ -63,6 +63,8 @@ PRESETS: Mapping[str, Preset] = {
     "single": Preset((("tensor", 1),), Rules()),
     "tp2": Preset((("tensor", 2),), _TENSOR),
     "tp8": Preset((("tensor", 8),), _TENSOR),
+    # Tokens are split over the same axis as the experts: see `k3jax.layers.moe.expert_parallel`.
+    "dep8": Preset((("expert", 8),), Rules(experts="expert")),
 }
 
 

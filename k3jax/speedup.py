@@ -13,7 +13,8 @@ def plain(model: "Model", prompt: "Prompt", tokens: int, **sampling: Any) -> "St
     """Statistics of decoding `tokens` tokens after `prompt` one at a time. What is said is dropped."""
     from k3jax import api
 
-    alone = dataclasses.replace(model, draft=None)
+    assert model.draft is not None
+    alone = dataclasses.replace(model, draft=model.draft._replace(idle=True))
     stream = api.generate(alone, prompt, max_tokens=tokens, ignore_eos=True, as_ids=True, **sampling)
     return stream.statistics
 

@@ -22,6 +22,7 @@
 
 # %%
 import functools
+import json
 import lzma
 import sysconfig
 from pathlib import Path
@@ -349,9 +350,10 @@ plt.show()
 # at inference only the last $b$ is left.
 #
 # Three ways to choose by the same scores of the held-out text: **nano's bias**, as trained; **no bias**, $b = 0$;
-# **balanced here**, ten steps of the rule on this very text. None of them is a model *trained* without balancing:
-# its routers and experts would have become different ones, so "no bias" says what the bias does in nano and no more.
-# And nano's bias was set on the training mix: nothing promises an even load on a few files of one kind.
+# **balanced here**, ten steps of the rule on this very text. "No bias" says what the bias does in nano and no more: a
+# model *trained* without balancing has other routers and experts. That one is the last picture: a second model that
+# saw the same 3,107 batches with $b = 0$ throughout. `curves.json` beside nano's weights holds both runs' load during
+# training, the mean over layers every twenty steps, and each layer's load on all held-out files at the end.
 
 
 # %%
@@ -389,5 +391,18 @@ for label, values in loads.items():
     print(f"{label:14} busiest expert / mean: median layer {np.median(busiest):.2f}, worst {busiest.max():.2f}")
 axes[0].set(title=f"layer {layers[middle]}", xlabel="experts, busiest first", ylabel="load / mean", ylim=(0, None))
 axes[1].set(title="busiest expert", xlabel="layer", ylabel="load / mean", ylim=(0, None))
+axes[1].legend()
+plt.show()
+
+# %%
+curves = json.loads((model.path / "curves.json").read_text())
+held_out_load = curves.pop("held_out_load_max_over_mean")
+figure, axes = plt.subplots(1, 2, figsize=(10, 2.8), layout="constrained")
+for label, curve in curves.items():
+    axes[0].plot(np.array(curve["tokens"]) / 1e6, curve["imbalance"], linewidth=0.8, label=label)
+    axes[1].plot(layers, held_out_load[label], "o-", markersize=3, label=label)
+    print(f"{label:23} worst layer on held-out files {max(held_out_load[label]):.2f}")
+axes[0].set(title="while training", xlabel="million tokens", ylabel="busiest expert / mean", ylim=(0, None))
+axes[1].set(title="all held-out files", xlabel="layer", ylim=(0, None))
 axes[1].legend()
 plt.show()

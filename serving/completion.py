@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from serving.following import Follower, Verdict
-from serving.plan import DecodeRow, Plan, PrefillRow, RowResult, StepResult
+from serving.plan import DecodeRow, Plan, RowResult, StepResult
 from serving.request import Alternatives, Final, Output
 from serving.scheduler import Scheduler
 from serving.sequence import Phase, Sequence
@@ -95,7 +95,9 @@ class Completion:
         logprobs = answer.logprobs if len(tokens) == len(answer.logprobs) else answer.logprobs[: len(tokens)]
         if request.logprobs is None and request.prompt_logprobs is None:
             return Output(request.id, tokens, logprobs)
-        return Output(request.id, tokens, logprobs, None, _top(sequence, answer, len(tokens)), sequence.prompt_logprobs())
+        return Output(
+            request.id, tokens, logprobs, None, _top(sequence, answer, len(tokens)), sequence.prompt_logprobs()
+        )
 
     @staticmethod
     def _until_stop(sequence: Sequence, tokens: list[int]) -> list[int]:

@@ -2,8 +2,11 @@
 
     score(n) = recency(n) + alpha * efficiency(n)          (Marconi, arXiv 2411.19379, section 4.2)
 
-`recency` is the last use on a scale from the oldest entry to now; `efficiency` is the FLOPs that the state saves over
-the nearest state above it, for each byte that it holds, over the largest such value. alpha = 0 is LRU.
+`recency` is the last use on a scale that ends now and is twice as long as the median entry is old; `efficiency` is the
+FLOPs that the state saves over the nearest state above it, for each byte that it holds, over the largest such value.
+alpha = 0 is LRU. Marconi's scale begins at the oldest entry. Then a long prefix that nobody needs any more stays, being
+efficient, stretches the scale by its own age, and with it what efficiency is worth in seconds: the longer such an
+engine runs, the more it keeps of the kind.
 
 The scores of all entries change together as time passes; their order changes only with use, so a heap
 is enough: an entry is scored again when it comes up, and the heap is built anew when the scales have moved.
@@ -25,6 +28,7 @@ class Scales:
     """What scores are relative to."""
 
     oldest: int | float = 0.0
+    """Where recency is 0; older entries are below."""
     span: int | float = 1e-9
     efficiency: int | float = 1e-30
 
@@ -102,9 +106,10 @@ class Evictor:
     def rebuild(self, now: int | float) -> None:
         """Scores everything anew, with scales of today."""
         nodes = [node for node in self._tree if node.slot]
-        oldest = min((node.last_used for node in nodes), default=now)
+        ages = sorted(now - node.last_used for node in nodes) or [0.0]
+        # A burst of new entries must not make the scale so short that it is outgrown at once.
+        span = max(2 * ages[len(ages) // 2], ages[-1] / 16, 1e-9)
         best = max((self.efficiency(node) for node in nodes), default=0.0) if self.alpha else 0.0
-        # Room to grow: the scales hold until the span has grown by half again.
-        self._scales = Scales(oldest, max(now - oldest, 1e-9), max(best, 1e-30))
+        self._scales = Scales(now - span, span, max(best, 1e-30))
         self._heap = [(self.score(node), next(self._count), node) for node in nodes]
         heapq.heapify(self._heap)

@@ -122,8 +122,10 @@ def describe(cache: CacheOptions, each: capacity.Footprint, rows: int) -> Iterat
     """The memory plan, one line per part; bytes are those of one device."""
     mib = 2**20
     tokens = (cache.pages - 1) * cache.page_size
-    weights, total = each.weights / mib, (each.weights + rows * each.row + each.pools(cache.pages, cache.slots)) / mib
-    yield f"per device, of {each.devices}: {total:.1f} MiB, weights {weights:.1f} MiB, {rows} rows {rows * each.row / mib:.1f} MiB"
+    small = rows * each.row
+    total = each.weights + small + each.pools(cache.pages, cache.slots)
+    parts = f"weights {each.weights / mib:.1f} MiB, {rows} rows {small / mib:.1f} MiB"
+    yield f"per device, of {each.devices}: {total / mib:.1f} MiB, {parts}"
     latents, states = cache.pages * each.page / mib, cache.slots * each.slot / mib
     yield f"latents: {cache.pages} pages of {cache.page_size} tokens, {latents:.1f} MiB for {tokens} tokens"
     yield f"states: {cache.slots} slots of {each.slot / mib:.2f} MiB, {states:.1f} MiB"
@@ -145,7 +147,9 @@ def checker(model: Model, limits: RunnerOptions) -> Callable[[Request], None]:
             raise RequestError(f"{len(request.logit_bias)} logit biases were given, expected at most {limits.biases}")
         for token, value in request.logit_bias.items():
             if not 0 <= token < vocab or not math.isfinite(value):
-                raise RequestError(f"logit_bias of {token} is {value}, expected a finite number for an id below {vocab}")
+                raise RequestError(
+                    f"logit_bias of {token} is {value}, expected a finite number for an id below {vocab}"
+                )
         for name, count in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
             if count is not None and not 0 <= count <= top:
                 raise RequestError(f"{name} is {count}, expected 0 to {top} alternatives")

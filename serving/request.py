@@ -159,9 +159,7 @@ def fan_out(request: Request, n: int) -> list[Request]:
         raise RequestError("n answers were asked of one constraint or stop checker; make each request with its own")
     seed = int(request.sampling.get("seed", 0))
     return [
-        dataclasses.replace(
-            request, id=f"{request.id}#{k}", sampling={**request.sampling, "seed": (seed + k) % 2**32}
-        )
+        dataclasses.replace(request, id=f"{request.id}#{k}", sampling={**request.sampling, "seed": (seed + k) % 2**32})
         for k in range(n)
     ]
 

@@ -14,7 +14,7 @@ from k3jax.runtime import Model
 from k3jax.sampling import History, Sampling
 from k3jax.speculation.drafters import DSparkDrafter, NgramDrafter
 from serving import answers, device, transfer, upload
-from serving.plan import DecodeRow, Plan, PrefillRow, RowResult, Shape, StepResult
+from serving.plan import DecodeRow, Plan, PrefillRow, Shape, StepResult
 from serving.prefix_cache import CacheOptions
 from serving.prefix_file import Prefix
 from serving.sequence import Sequence as Running

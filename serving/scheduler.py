@@ -191,7 +191,11 @@ class Scheduler:
         for other in self.running:
             if other.phase is Phase.PREFILL and other.request.priority <= sequence.request.priority:
                 at = bisect.bisect_right(other.boundaries, limit)
-                shared = (b for b in reversed(other.boundaries[:at]) if units[b // unit - 1] == other.path.units[b // unit - 1])
+                shared = (
+                    b
+                    for b in reversed(other.boundaries[:at])
+                    if units[b // unit - 1] == other.path.units[b // unit - 1]
+                )
                 coming.append(next(shared, 0))
         furthest = max(coming, default=0)
         return furthest > 0 and furthest > self.cache.match(sequence.path, limit).tokens

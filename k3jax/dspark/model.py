@@ -17,7 +17,7 @@ from k3jax.layers.draft_attention import draft_attention
 from k3jax.layers.markov import MarkovHead
 from k3jax.layers.norm import RmsNorm
 from k3jax.params import Tree
-from pallas import mla
+from pallas import gemv, mla
 from pallas.precision import einsum
 
 Pools = tuple[Float[Array, "pages page L"], ...]
@@ -66,9 +66,10 @@ class DraftLayer(nnx.Module):
         normed = self.attention_norm(x)
         rows = jnp.concatenate([context, self.attention.rows(normed, position)], axis=1)
         x = x + self.attention(normed, position, rows, visible)
-        hidden = einsum("bgd,ifd->bgif", self.mlp_norm(x), self.gate_up[...])
+        (hidden,) = gemv.project(self.mlp_norm(x), self.gate_up[...])
         activation = nnx.silu(hidden[..., 0, :]) * hidden[..., 1, :]
-        return x + einsum("bgf,df->bgd", activation, self.down[...])
+        (output,) = gemv.project(activation, self.down[...])
+        return x + output
 
 
 class DSpark(nnx.Module):
@@ -101,7 +102,8 @@ class DSpark(nnx.Module):
         if self.tap_norms:
             parts = jnp.split(taps, len(self.tap_norms), axis=-1)
             taps = jnp.concatenate([norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)], axis=-1)
-        return self.context_norm(einsum("btf,df->btd", taps, self.context_proj[...]))
+        (context,) = gemv.project(taps, self.context_proj[...])
+        return self.context_norm(context)
 
     def extend(self, pools: Pools, taps: Float[Array, "B T F"], rows: Rows) -> Pools:
         """Stores the context rows of committed tokens at `rows.length` onwards. Donates the pools."""
@@ -133,7 +135,8 @@ class DSpark(nnx.Module):
             context = jnp.where(seen[..., None], context, jnp.zeros((), context.dtype))
             x = layer(x, position, context, self._visible(seen))
         hidden = self.norm(x)
-        return Draft(hidden, einsum("bgd,vd->bgv", hidden, self._own("head", head)).astype(jnp.float32))
+        (logits,) = gemv.project(hidden, self._own("head", head))
+        return Draft(hidden, logits.astype(jnp.float32))
 
     def _visible(self, seen: Bool[Array, "B S"]) -> Bool[Array, "B G S+G"]:
         """Context rows that exist, and the block: all of it, or its past in causal drafts."""

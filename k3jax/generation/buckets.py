@@ -7,13 +7,13 @@ four, later of two; a batch grows to a power of two by padding rows.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-CHUNKS = (32, 128, 512, 2048)
+CHUNKS = (64, 256, 2048)
 """Tokens per prefill call."""
 
 PAGE_SIZE = 64
 """Tokens per page of the latent cache."""
 
-NARROWEST = 4
+NARROWEST = 16
 """Pages of the smallest page table."""
 
 WIDEST_STEP = 256
@@ -49,7 +49,7 @@ def chunk_size(remaining: int) -> int:
 def table_width(tokens: int, longest: int) -> int:
     """Pages in a row's table that holds `tokens`; not wider than `longest` tokens, the most there can be, need."""
     needed, most = -(-tokens // PAGE_SIZE), -(-longest // PAGE_SIZE)
-    width, most = NARROWEST, max(most, NARROWEST)
+    width = NARROWEST
     while width < needed:
         width *= 4 if width < WIDEST_STEP else 2
     return min(width, most)

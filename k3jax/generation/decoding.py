@@ -19,7 +19,7 @@ from k3jax.cache import K3Cache, Rows
 from k3jax.generation import buckets
 from k3jax.generation.compilations import Compilations
 from k3jax.generation.results import FinishReason, Statistics
-from k3jax.generation.stepping import Emission, PlainStepper, SpeculativeStepper, Stepper, copy_to_host
+from k3jax.generation.stepping import Emission, IdleStepper, PlainStepper, SpeculativeStepper, Stepper, copy_to_host
 from k3jax.runtime import Model
 from k3jax.sampling import History, Sampling
 from k3jax.speculation.drafters import Draft
@@ -69,11 +69,11 @@ class Decoding:
         self._batch = buckets.power_of_two(len(requests))
         self._clock = _Clock()
         arrays = model.place((_pad_rows(sampling, self._batch), _stop_table(self._requests, self._batch)))
-        self._stepper: Stepper = (
-            PlainStepper(model, *arrays, self._clock.compilations)
-            if draft is None
-            else SpeculativeStepper(model, draft, *arrays, self._clock.compilations)
-        )
+        if draft is None:
+            self._stepper: Stepper = PlainStepper(model, *arrays, self._clock.compilations)
+        else:
+            kind = IdleStepper if draft.idle else SpeculativeStepper
+            self._stepper = kind(model, draft, *arrays, self._clock.compilations)
         self._remaining = np.asarray([request.max_tokens for request in requests] + [0] * self._padding, np.int32)
         self._running = self._remaining > 0
         self._retire = False

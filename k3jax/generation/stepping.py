@@ -122,6 +122,22 @@ class SpeculativeStepper:
         return state, Emission(block.token, block.logprob, block.count, block.finite, block.accepted)
 
 
+class IdleStepper(SpeculativeStepper):
+    """Prefills with the draft and decodes without it: what a draft is compared with, for one program more."""
+
+    def start(self, state: step.DecodeState, logits: Array) -> tuple[Any, Emission]:
+        """See `Stepper`."""
+        started, emission = super().start(state, logits)
+        parts = (started.cache, started.rows, started.token, started.remaining, started.history)
+        return step.DecodeState(*parts), emission
+
+    def advance(self, state: Any) -> tuple[Any, Emission]:
+        """See `Stepper`."""
+        args = (self._model.graph, self._model.leaves, state, self._params, self._stop_ids)
+        state, emitted = self._call(step.decode, *args)
+        return state, _one(emitted)
+
+
 def copy_to_host(emission: Emission) -> Emission:
     """Starts the transfer of a step's tokens."""
     jax.tree.map(lambda array: array.copy_to_host_async(), emission)

@@ -9,6 +9,7 @@ from k3jax.dspark.config import DraftGqa, DraftMla, DSparkConfig
 from k3jax.layers.norm import RmsNorm
 from k3jax.layers.rope import rotate
 from k3jax.params import Tree
+from pallas import gemv
 from pallas.precision import einsum
 
 
@@ -32,8 +33,8 @@ class GqaDraftAttention(nnx.Module):
 
     def rows(self, x: Float[Array, "B T D"], position: Int32[Array, "B T"]) -> Float[Array, "B T L"]:
         """What the cache holds of tokens at `position`."""
-        key = rotate(self.k_norm(einsum("btd,hcd->bthc", x, self.k[...])), position, self.rope)
-        value = einsum("btd,hcd->bthc", x, self.v[...])
+        key, value = gemv.project(x, self.k[...], self.v[...])
+        key = rotate(self.k_norm(key), position, self.rope)
         return jnp.concatenate([key, value], axis=2).reshape(*x.shape[:2], -1)
 
     def __call__(
@@ -45,14 +46,16 @@ class GqaDraftAttention(nnx.Module):
     ) -> Float[Array, "B Q D"]:
         """Attention of the block's queries over `rows`."""
         kv_heads, dim = self.sizes.num_kv_heads, self.sizes.head_dim
-        query = rotate(self.q_norm(einsum("btd,hcd->bthc", x, self.q[...])), position, self.rope)
+        (query,) = gemv.project(x, self.q[...])
+        query = rotate(self.q_norm(query), position, self.rope)
         query = query.reshape(*query.shape[:2], kv_heads, -1, dim)
         pair = rows.reshape(*rows.shape[:2], 2, kv_heads, dim)
         scores = einsum("bqkgc,bskc->bkgqs", query, pair[:, :, 0], out=jnp.dtype(jnp.float32))
         flat = scores.reshape(scores.shape[0], -1, *scores.shape[3:])
         weights = masked_softmax(flat, visible, dim**-0.5).astype(x.dtype).reshape(scores.shape)
         mixed = einsum("bkgqs,bskc->bqkgc", weights, pair[:, :, 1])
-        return einsum("bqhc,dhc->bqd", mixed.reshape(*x.shape[:2], -1, dim), self.out[...])
+        (output,) = gemv.project(mixed.reshape(*x.shape[:2], -1, dim), self.out[...], contract=2)
+        return output
 
 
 class MlaDraftAttention(nnx.Module):
@@ -72,7 +75,7 @@ class MlaDraftAttention(nnx.Module):
 
     def rows(self, x: Float[Array, "B T D"], position: Int32[Array, "B T"]) -> Float[Array, "B T L"]:
         """What the cache holds of tokens at `position`."""
-        projected = einsum("btd,rd->btr", x, self.kv_down[...])
+        (projected,) = gemv.project(x, self.kv_down[...])
         rank = self.sizes.kv_lora_rank
         shared = rotate(projected[..., rank:], position, self.rope)
         return jnp.concatenate([self.kv_norm(projected[..., :rank]), shared], axis=-1)
@@ -86,14 +89,16 @@ class MlaDraftAttention(nnx.Module):
     ) -> Float[Array, "B Q D"]:
         """Attention of the block's queries over `rows`."""
         own, rank = self.sizes.qk_nope_head_dim, self.sizes.kv_lora_rank
-        compressed = self.q_norm(einsum("btd,rd->btr", x, self.q_down[...]))
-        query = einsum("btr,hqr->bthq", compressed, self.q_up[...])
+        (compressed,) = gemv.project(x, self.q_down[...])
+        (query,) = gemv.project(self.q_norm(compressed), self.q_up[...])
         absorbed = einsum("bthk,hkr->bthr", query[..., :own], self.key_up[...])
         full = jnp.concatenate([absorbed, rotate(query[..., own:], position, self.rope)], axis=-1)
         scores = einsum("bqhl,bsl->bhqs", full, rows, out=jnp.dtype(jnp.float32))
         weights = masked_softmax(scores, visible, self.scale).astype(x.dtype)
         mixed = einsum("bhqs,bsr->bqhr", weights, rows[..., :rank])
-        return einsum("bqhv,dhv->bqd", einsum("bqhr,hvr->bqhv", mixed, self.value_up[...]), self.out[...])
+        values = einsum("bqhr,hvr->bqhv", mixed, self.value_up[...])
+        (output,) = gemv.project(values, self.out[...], contract=2)
+        return output
 
 
 DraftAttention = GqaDraftAttention | MlaDraftAttention

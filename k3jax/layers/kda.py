@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from k3jax.cache import KdaCache, KdaSpeculative, Rows
 from k3jax.config import K3Config
 from k3jax.params import Tree
-from pallas import kda
+from pallas import gemv, kda
 from pallas.dispatch import Implementation
 from pallas.precision import einsum
 
@@ -32,11 +32,12 @@ class Kda(nnx.Module):
         self, x: Float[Array, "B T D"], rows: Rows, cache: KdaCache | KdaSpeculative | None
     ) -> tuple[Float[Array, "B T D"], KdaCache | KdaSpeculative | None]:
         """The layer's output and the updated cache."""
-        qkvz = einsum("btd,hicd->bthic", x, self.qkvz[...])
-        decay_logits = einsum("bta,hca->bthc", einsum("btd,ad->bta", x, self.f_a[...]), self.f_b[...])
-        beta_logits = einsum("btd,hd->bth", x, self.beta[...])
+        matrices = self.qkvz[...], self.f_a[...], self.beta[...]
+        qkvz, narrow, beta_logits = gemv.project(x, *matrices, implementation=self.implementation)
+        decay_logits = einsum("bta,hca->bthc", narrow, self.f_b[...])
         output, cache = self.recur(qkvz, decay_logits, beta_logits, rows, cache)
-        return einsum("bthc,dhc->btd", output, self.out[...]), cache
+        (projected,) = gemv.project(output, self.out[...], contract=2, implementation=self.implementation)
+        return projected, cache
 
     def recur(
         self,

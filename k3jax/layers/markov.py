@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int32
 
 from k3jax.dspark.config import DSparkConfig
 from k3jax.params import Tree
+from pallas import gemv
 from pallas.precision import einsum
 
 
@@ -38,7 +39,7 @@ class MarkovHead(nnx.Module):
         """One position: `hidden` is the draft's row that predicts it, `previous` the token before it."""
         embedding = self.weights["embedding"][...][previous]
         signal, state = self._signal(hidden, embedding, state)
-        bias = einsum("br,vr->bv", signal, self.weights["head"][...], out=jnp.dtype(jnp.float32))
+        (bias,) = gemv.project(signal, self.weights["head"][...], dtypes=(jnp.float32,))
         return MarkovStep(bias, embedding, state)
 
     def _signal(

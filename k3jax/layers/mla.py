@@ -9,9 +9,8 @@ from k3jax.cache import MlaCache, Rows
 from k3jax.config import K3Config
 from k3jax.layers.norm import RmsNorm
 from k3jax.params import Tree
-from pallas import mla
+from pallas import gemv, mla
 from pallas.dispatch import Implementation
-from pallas.precision import einsum
 
 FEW_QUERIES = 16
 """Up to this many queries per row attention is absorbed; beyond, keys and values are expanded."""
@@ -33,13 +32,15 @@ class Mla(nnx.Module):
         self.scale = config.mla.scale
         self.implementation: Implementation = implementation
 
-    def project(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H Q"], Float[Array, "B T L"]]:
-        """Queries, and the latent rows to be cached: normalised latent and raw shared key."""
-        projected = einsum("btd,rd->btr", x, self.in_proj[...])
+    def project(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H Q"], Float[Array, "B T L"], Array]:
+        """Queries, latent rows to be cached (normalised latent and raw shared key), and the output gate's logits."""
+        matrices = self.in_proj[...], self.gate[...]
+        projected, gate = gemv.project(x, *matrices, implementation=self.implementation)
         compressed = projected[..., self.q_rank : self.q_rank + self.kv_rank]
         shared = projected[..., self.q_rank + self.kv_rank :]
-        query = einsum("btr,hqr->bthq", self.q_norm(projected[..., : self.q_rank]), self.q_up[...])
-        return query, jnp.concatenate([self.kv_norm(compressed), shared], axis=-1)
+        narrow = self.q_norm(projected[..., : self.q_rank])
+        (query,) = gemv.project(narrow, self.q_up[...], implementation=self.implementation)
+        return query, jnp.concatenate([self.kv_norm(compressed), shared], axis=-1), gate
 
     def attend(
         self, query: Float[Array, "B T H Q"], latent: Float[Array, "B T L"], rows: Rows, cache: MlaCache | None
@@ -63,8 +64,8 @@ class Mla(nnx.Module):
         self, x: Float[Array, "B T D"], rows: Rows, cache: MlaCache | None
     ) -> tuple[Float[Array, "B T D"], MlaCache | None]:
         """The layer's output and the updated cache."""
-        query, latent = self.project(x)
+        query, latent, logits = self.project(x)
         output, cache = self.attend(query, latent, rows, cache)
-        logits = einsum("btd,hvd->bthv", x, self.gate[...])
         gate = jax.nn.sigmoid(logits.astype(jnp.float32)).astype(x.dtype)
-        return einsum("bthv,dhv->btd", output * gate, self.out[...]), cache
+        (projected,) = gemv.project(output * gate, self.out[...], contract=2, implementation=self.implementation)
+        return projected, cache

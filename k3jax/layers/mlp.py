@@ -5,8 +5,8 @@ from jaxtyping import Array, Float
 
 from k3jax.config import K3Config
 from k3jax.params import Tree
+from pallas import gemv
 from pallas.activation import situ
-from pallas.precision import einsum
 
 
 class Mlp(nnx.Module):
@@ -20,6 +20,11 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """Applies the MLP to the last axis."""
-        hidden = einsum("...d,ifd->...if", x, self.gate_up[...])
+        (hidden,) = gemv.project(x, self.gate_up[...])
+        return self.finish(hidden)
+
+    def finish(self, hidden: Float[Array, "*batch 2 F"]) -> Float[Array, "*batch D"]:
+        """The output from the products with `gate_up`."""
         activation = situ(hidden[..., 0, :], hidden[..., 1, :], beta=self.beta, linear_beta=self.linear_beta)
-        return einsum("...f,df->...d", activation, self.down[...])
+        (output,) = gemv.project(activation, self.down[...])
+        return output

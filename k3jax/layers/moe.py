@@ -6,15 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from k3jax.config import K3Config
 from k3jax.layers.mlp import Mlp
 from k3jax.layers.norm import RmsNorm
 from k3jax.params import Tree
-from pallas import moe
+from pallas import gemv, moe
 from pallas.dispatch import Implementation
 from pallas.precision import einsum
 
@@ -50,17 +51,27 @@ class LatentMoe(nnx.Module):
         `forced` replaces the router's decision (for parity tests).
         """
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        routing = forced or moe.route(
-            tokens,
-            self.router[...],
-            self.correction_bias[...],
-            k=self.k,
-            scaling=self.scaling,
-            implementation=self.implementation,
-        )
-        mixed = self.mix(einsum("nd,ld->nl", tokens, self.latent_down[...]), routing)
-        routed = einsum("nl,dl->nd", self.latent_norm(mixed), self.latent_up[...])
-        return (routed + self.shared(tokens)).reshape(x.shape), routing
+        logits, latent, hidden = self.front(tokens)
+        routing = forced or moe.choose(logits, self.correction_bias[...], k=self.k, scaling=self.scaling)
+        mixed = self.latent_norm(self.mix(latent, routing))
+        (routed,) = gemv.project(mixed, self.latent_up[...], implementation=self.implementation)
+        return (routed + self.shared.finish(hidden)).reshape(x.shape), routing
+
+    def front(
+        self, tokens: Float[Array, "N D"]
+    ) -> tuple[Float32[Array, "N E"], Float[Array, "N L"], Float[Array, "N 2 F"]]:
+        """Router logits, latents, and gate and up of the shared experts: for a few tokens in one pass over the weights.
+
+        Products of bfloat16 numbers are exact in float32, so the router's logits are float32 either way; many tokens
+        widen its operands so that gradients are float32 too.
+        """
+        matrices = self.router[...], self.latent_down[...], self.shared.gate_up[...]
+        if tokens.shape[0] <= gemv.FEW_ROWS:
+            kinds = (jnp.float32, tokens.dtype, tokens.dtype)
+            return gemv.project(tokens, *matrices, dtypes=kinds, implementation=self.implementation)
+        router, down, gate_up = matrices
+        logits = einsum("nd,ed->ne", tokens.astype(jnp.float32), router.astype(jnp.float32))
+        return logits, einsum("nd,ld->nl", tokens, down), einsum("nd,ifd->nif", tokens, gate_up)
 
     def mix(self, latent: Float[Array, "N L"], routing: moe.Routing) -> Float[Array, "N L"]:
         """The weighted sum of each token's experts, wherever they live."""

@@ -204,3 +204,5 @@ class Draft(NamedTuple):
     rule: Rule = "block"
     widths: Widths | None = None
     """Passes that the confidence may choose from; None verifies every draft."""
+    idle: bool = False
+    """It reads the prompt and then rests: decoding goes token by token, through the same prefill program."""

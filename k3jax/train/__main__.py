@@ -199,7 +199,7 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """Tokens per step that a draft gives on held-out Python and prose, for both acceptance rules.
+    """Tokens per step that a draft gives on held-out Python, prose and chat requests, for both acceptance rules.
 
     Example: python -m k3jax.train acceptance --checkpoint checkpoints/nano --draft draft-run/draft --data data
     """
@@ -210,10 +210,12 @@ class Acceptance:
     """A DSpark directory."""
     data: Path
     """Folder made by `prepare` with the target's tokenizer."""
-    rows: int = 64
-    """Beginnings of each kind."""
+    rows: int = 32
+    """Beginnings of each task."""
     prompt: int = 64
     """Tokens of a beginning."""
+    long_prompt: int = 512
+    """Tokens of a beginning with much context."""
     tokens: int = 192
     """Tokens that each row writes."""
     temperature: float = 1.0
@@ -423,7 +425,7 @@ def _acceptance(command: Acceptance) -> None:
 
     data.wait_for(command.data, 0)
     model = _target(command)
-    names = ("rows", "prompt", "tokens", "temperature", "seed")
+    names = ("rows", "prompt", "long_prompt", "tokens", "temperature", "seed")
     protocol = draft_acceptance.Protocol(**{name: getattr(command, name) for name in names})
     draft = api.load_draft(command.draft, model)
     print(json.dumps(draft_acceptance.measure(model, draft, draft_data.Prepared(command.data), protocol)))

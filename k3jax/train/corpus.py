@@ -136,17 +136,19 @@ def collect(limit: int | None = None, root: Path | None = None, listed: Path | N
     else:
         files = [("local", "unstated", name, path) for _, _, name, path in library_files(root)]
     unique = {path: (package, licence, name) for package, licence, name, path in files}
-    texts = ((entry, readable(path)) for path, entry in unique.items())
+    # In the order of the keys, which depend on names alone: what lies behind `limit` need not be read.
+    ordered = sorted(unique.items(), key=lambda item: Source(*item[1], "").key)
+    texts = ((entry, readable(path)) for path, entry in ordered)
     found = (Source(*entry, text) for entry, text in texts if text is not None)
     sources = without_duplicates(found) if listed is None else _only(found, listed)
     return list(_up_to(sources, limit))
 
 
 def _only(sources: Iterable[Source], listed: Path) -> Iterator[Source]:
-    """The sources with an entry in a stored list, by the order of their keys."""
+    """The sources with an entry in a stored list, each once."""
     with lzma.open(listed, "rt", encoding="utf-8") as file:
         wanted = {tuple(row) for row in (line.split("\t") for line in file.read().splitlines()[1:])}
-    for source in sorted(sources, key=lambda source: source.key):
+    for source in sources:
         if source.record in wanted:
             wanted.remove(source.record)
             yield source

@@ -1,26 +1,30 @@
 """How many tokens a step of speculative decoding gives on held-out beginnings, for both acceptance rules."""
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from k3jax.generation.decoding import Decoding, Request
+from k3jax.generation.decoding import Decoding, Event, Request
+from k3jax.generation.stepping import Emission
 from k3jax.runtime import Model
 from k3jax.sampling import Sampling
 from k3jax.speculation.acceptance import Rule
 from k3jax.speculation.drafters import Draft
-from k3jax.train.draft_data import Kind, Prepared
+from k3jax.train.draft_data import Prepared
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
     """What is written during a measurement."""
 
-    rows: int = 64
-    """Beginnings of each kind."""
+    rows: int = 32
+    """Beginnings of each task."""
     prompt: int = 64
     """Tokens of a beginning."""
+    long_prompt: int = 512
+    """Tokens of a beginning with much context."""
     tokens: int = 192
     """Tokens that each row writes; ends of documents do not stop it."""
     temperature: float = 1.0
@@ -34,36 +38,73 @@ class Task(NamedTuple):
     stop_ids: tuple[int, ...] = ()
 
 
-def acceptance_length(model: Model, draft: Draft, rule: Rule, task: Task, protocol: Protocol) -> float:
-    """Tokens per step and row, the target's own one included."""
-    requests = [Request(prompt, protocol.tokens, task.stop_ids) for prompt in task.prompts]
+class Measured(NamedTuple):
+    """Of one task."""
+
+    acceptance_length: float
+    """Tokens per step and row, the target's own one included, before stops and limits."""
+    survival: list[float]
+    """Chance that the first, second, ... draft of a step stands."""
+
+
+class _Counting(Decoding):
+    """A decoding that notes how many drafts stood, by step and row; -1 for rows that were done."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.stood: list[np.ndarray] = []
+
+    def _deliver(self, emission: Emission) -> Iterator[Event]:
+        if emission.accepted is not None:
+            running = self._running & (np.asarray(emission.count) > 0)
+            self.stood.append(np.where(running, np.asarray(emission.accepted), -1))
+        yield from super()._deliver(emission)
+
+
+def accepted(model: Model, draft: Draft, rule: Rule, tasks: dict[str, Task], protocol: Protocol) -> dict[str, Measured]:
+    """All tasks in one batch, so that the programs are compiled once."""
+    requests = [Request(p, protocol.tokens, task.stop_ids) for task in tasks.values() for p in task.prompts]
     seeds = [protocol.seed + row for row in range(len(requests))]
     sampling = Sampling.of(len(requests), temperature=protocol.temperature, seed=seeds)
-    decoding = Decoding(model, requests, sampling, draft._replace(rule=rule))
+    decoding = _Counting(model, requests, sampling, draft._replace(rule=rule))
     for _ in decoding:
         pass
-    return decoding.statistics.tokens_per_step
+    stood, row, results = np.stack(decoding.stood), 0, {}
+    for name, task in tasks.items():
+        part = stood[:, row : row + len(task.prompts)]
+        steps, row = part[part >= 0], row + len(task.prompts)
+        survival = [round(float((steps >= k).mean()), 3) for k in range(1, int(steps.max(initial=0)) + 1)]
+        results[name] = Measured(round(1 + float(steps.mean()), 3), survival)
+    return results
 
 
-def measure(model: Model, draft: Draft, prepared: Prepared, protocol: Protocol) -> dict[str, dict[str, float]]:
-    """Acceptance lengths by task and rule; every beginning comes from held-out files.
-
-    "python" and "prose" are windows of files that are continued, "requests" are chat prompts for documented functions.
-    """
+def measure(model: Model, draft: Draft, prepared: Prepared, protocol: Protocol) -> dict[str, dict[str, Any]]:
+    """Figures by rule and task; every beginning comes from held-out files."""
     rules: tuple[Rule, ...] = ("block", "standard")
-    tasks = _tasks(prepared, protocol)
+    given = tasks(prepared, protocol)
     return {
-        name: {rule: round(acceptance_length(model, draft, rule, task, protocol), 3) for rule in rules}
-        for name, task in tasks.items()
+        rule: {name: value._asdict() for name, value in accepted(model, draft, rule, given, protocol).items()}
+        for rule in rules
     }
 
 
-def _tasks(prepared: Prepared, protocol: Protocol) -> dict[str, Task]:
-    rng = np.random.default_rng(protocol.seed)
-    kinds: tuple[Kind, ...] = ("python", "prose")
-    windows = {
-        kind: prepared.windows(rng, protocol.rows, protocol.prompt, split="validation", kind=kind) for kind in kinds
-    }
-    tasks = {kind: Task([window.tolist() for window in windows[kind]]) for kind in kinds}
+def tasks(prepared: Prepared, protocol: Protocol) -> dict[str, Task]:
+    """Files to continue after a short or a long beginning, and chat requests for documented functions.
+
+    A task without held-out files to take it from is left out.
+    """
+    rng, found = np.random.default_rng(protocol.seed), {}
+    kinds = (
+        ("python", "python", protocol.prompt),
+        ("python, long context", "python", protocol.long_prompt),
+        ("prose", "prose", protocol.prompt),
+        ("prose, long context", "prose", protocol.long_prompt),
+    )
+    for name, kind, size in kinds:
+        try:
+            windows = prepared.windows(rng, protocol.rows, size, split="validation", kind=kind)
+        except ValueError:
+            continue
+        found[name] = Task([window.tolist() for window in windows])
     prompts, stop_ids = prepared.requests(rng, protocol.rows)
-    return tasks | {"requests": Task(prompts, stop_ids)} if prompts else tasks
+    return found | ({"requests": Task(prompts, stop_ids)} if prompts else {})

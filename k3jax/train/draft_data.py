@@ -14,7 +14,7 @@ Kind = Literal["python", "prose"]
 PROSE = (".rst", ".md")
 PROSE_SHARE = 0.25
 """Of the windows; there is far less prose than Python in the corpus."""
-CHAT_SHARE = 0.25
+CHAT_SHARE = 0.15
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

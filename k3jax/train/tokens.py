@@ -1,6 +1,5 @@
 """From texts to batches: encoding, packing with `[EOS]` between documents, and windows in a fixed order."""
 
-import json
 import lzma
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -58,7 +57,7 @@ def pack(documents: Iterable[NDArray[np.uint16]], end: int) -> NDArray[np.uint16
 
 
 def write_corpus(sources: Sequence[Source], vocabulary: Path, directory: Path, workers: int) -> dict[str, int]:
-    """Stores both splits as packed ids and the list of files; returns and stores the sizes."""
+    """Stores both splits as packed ids, where each file lies, and the list of files; returns the sizes."""
     directory.mkdir(parents=True, exist_ok=True)
     end = tokenizer.load(vocabulary).control_id(control_tokens.END_OF_SEQUENCE)
     encoded = in_parallel(partial(_encode, vocabulary), [source.text for source in sources], workers)
@@ -79,7 +78,6 @@ def write_corpus(sources: Sequence[Source], vocabulary: Path, directory: Path, w
     with lzma.open(directory / SOURCES, "wt", encoding="utf-8", preset=9) as file:
         rows = [RECORD_COLUMNS, *sorted(source.record for source in sources)]
         file.writelines("\t".join(row) + "\n" for row in rows)
-    (directory / SIZES).write_text(json.dumps(sizes, indent=1) + "\n", encoding="utf-8")
     return sizes
 
 

@@ -11,6 +11,7 @@
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float
 
 from k3jax.cache import Rows
@@ -102,6 +104,23 @@ def _check(name: str, step: dict[str, np.ndarray]) -> None:
             raise GoldenError(f"{name}.{quantity} is {array.dtype} {list(array.shape)}, expected {wanted}")
 
 
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _advance(
+    definition: nnx.GraphDef[DSpark],
+    arrays: Any,
+    pools: Any,
+    features: Array,
+    rows: Rows,
+    anchor: Array,
+    tables: Tables,
+) -> tuple[Any, Draft, Drafted]:
+    """Commits a step's features, then drafts greedily. Donates the pools."""
+    draft = nnx.merge(definition, arrays)
+    pools = draft.extend(pools, features, rows)
+    block = draft.draft(pools, anchor, rows.advance(), **tables)
+    return pools, block, draft.sample(block, anchor, greedy)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftVerification:
     """One file's steps on one draft; all of them share one program."""
@@ -128,7 +147,8 @@ class DraftVerification:
             jnp.zeros((width + 1, PAGE, config.attention.row_width), dtype) for _ in range(config.num_layers)
         )
         table = jnp.arange(1, width + 1, dtype=jnp.int32)[None]
-        run, committed = jax.jit(self._step, donate_argnums=0), 0
+        definition, arrays = nnx.split(self.draft)
+        committed = 0
         for step in self.golden.steps:
             features = step["target_features"]
             padded = np.zeros((1, longest, config.features), dtype)
@@ -136,14 +156,10 @@ class DraftVerification:
             numbers = (jnp.asarray([value], jnp.int32) for value in (1, committed, len(features)))
             slot, length, count = numbers
             anchor = jnp.asarray(step["anchor"].reshape(1), jnp.int32)
-            pools, block, drafted = run(pools, jnp.asarray(padded), Rows(slot, table, length, count), anchor)
+            inputs = (jnp.asarray(padded), Rows(slot, table, length, count), anchor, self.tables)
+            pools, block, drafted = _advance(definition, arrays, pools, *inputs)
             committed += len(features)
             yield block, drafted
-
-    def _step(self, pools: Any, features: Array, rows: Rows, anchor: Array) -> tuple[Any, Draft, Drafted]:
-        pools = self.draft.extend(pools, features, rows)
-        block = self.draft.draft(pools, anchor, rows.advance(), **self.tables)
-        return pools, block, self.draft.sample(block, anchor, greedy)
 
     def _compare(self, name: str, step: dict[str, np.ndarray], block: Draft, drafted: Drafted) -> Iterator[Comparison]:
         ours = {"base_logits": block.logits, "logits": drafted.logits, "confidence_logits": drafted.confidence}

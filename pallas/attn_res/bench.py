@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from pallas.attn_res import api, reference
 from pallas.attn_res.shapes import HIDDEN, MOST_SOURCES, PREFILL_TOKENS
 from pallas.benchmark import Check, Measurement, Peer, compiled, floor_us, measured_peer
 from pallas.dispatch import Implementation
-from pallas.peer_process import PeerProcess
+from pallas.peers import PeerProcess
 
 __all__ = ["gate", "measure"]
 
@@ -123,10 +124,12 @@ def measure() -> Iterator[Measurement]:
     table = lines()
     calls = {line: (line.sources + 1, line.tokens) for line in table}
     with PeerProcess("pallas.attn_res.peers", list(calls.values())) as child:
-        ready = compiled({line.name: (program(line), jax.eval_shape(lambda: inputs(line))) for line in table})
+        ready = compiled({line.name: (program(line), jax.eval_shape(partial(inputs, line))) for line in table})
         for line in table:
             carry, *rest = inputs(line)
             run = ready[line.name]
-            time = timing.median_call_us(lambda carry: run(carry, *rest), carry, line.calls, enqueued=2)
-            rival = measured_peer(FLA, lambda: child.time(calls[line]))
+            time = timing.median_call_us(
+                lambda carry, run=run, rest=rest: run(carry, *rest), carry, line.calls, enqueued=2
+            )
+            rival = measured_peer(FLA, partial(child.time, calls[line]))
             yield Measurement(line.name, time, floor_us(line.moved), line.goal, (rival, *line.published))

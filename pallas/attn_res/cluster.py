@@ -61,7 +61,7 @@ def send_row(barriers: Any, row: Any, values: jax.Array, layout: Any, blocks: in
     store = "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [a], $2, [b];"
     lines = ["{ .reg .pred p; .reg .u32 t, w, l, d, a, b; mov.u32 t, %tid.x;"]
     lines.append("shr.u32 w, t, 5; and.b32 l, t, 31; mad.lo.u32 d, l, 4, $1;")
-    for first in range(0, blocks, 4):
+    for _ in range(0, blocks, 4):
         lines.append(f"setp.lt.u32 p, w, {blocks};")
         lines += [f"@p {line}" for line in (*send, store)]
         lines.append("add.u32 w, w, 4;")
@@ -75,7 +75,7 @@ def send_row(barriers: Any, row: Any, values: jax.Array, layout: Any, blocks: in
 
 
 def send_warp_sums(barriers: Any, row: Any, values: jax.Array, layout: Any, blocks: int) -> None:
-    """Sums a value of every thread within each warp and stores the four sums at `row` of every block; barrier 1 counts."""
+    """Sums a value of every thread within each warp and stores the sums at `row` of every block; barrier 1 counts."""
     lines = ["{ .reg .pred p; .reg .u32 t, w, l, d, a, b; .reg .f32 s, o; mov.u32 t, %tid.x; mov.f32 s, $2;"]
     for step in (16, 8, 4, 2, 1):
         lines.append(f"shfl.sync.bfly.b32 o, s, {step}, 31, 0xffffffff; add.f32 s, s, o;")

@@ -49,7 +49,9 @@ def require_supported(prefix: Float[Array, "*batch D"], sources: int) -> None:
     if prefix.dtype != jnp.bfloat16:
         raise NotImplementedError(f"attn_res mosaic kernels serve bfloat16, got {prefix.dtype}")
     if (channels := prefix.shape[-1]) % SPAN or channels > MOST_BLOCKS * SPAN:
-        raise NotImplementedError(f"attn_res mosaic read serves 1 to {MOST_BLOCKS} times {SPAN} channels, got {channels}")
+        raise NotImplementedError(
+            f"attn_res mosaic read serves 1 to {MOST_BLOCKS} times {SPAN} channels, got {channels}"
+        )
     if sources >= MOST:
         raise NotImplementedError(f"attn_res mosaic read serves at most {MOST - 1} sources, got {sources}")
 
@@ -72,7 +74,9 @@ def read(
     tokens, blocks = prefix.size // channels, channels // SPAN
     count = len(sources) + 1
     rows = -(-count // 4) * 4
-    vectors = [x.reshape(tokens, blocks, THREADS, WIDTH) for x in (*sources, prefix, *(() if output is None else (output,)))]
+    vectors = [
+        x.reshape(tokens, blocks, THREADS, WIDTH) for x in (*sources, prefix, *(() if output is None else (output,)))
+    ]
     weights = [x.reshape(blocks, THREADS, WIDTH) for x in (norm, query, out_norm)]
 
     def body(*refs: Any):

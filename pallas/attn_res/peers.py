@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas.attn_res.shapes import HIDDEN
-from pallas.peer_process import serve
+from pallas.peers import serve
 
 BEYOND_CACHE = 200e6
 """Bytes of vectors that the calls of one graph walk over, where a single call's would stay in the cache."""

@@ -1,4 +1,4 @@
-"""Shapes of Kimi K3's residual stream: 93 layers in blocks of 12, a read before every attention and MLP and at the end."""
+"""Shapes of Kimi K3's residual stream: blocks of 12 of its 93 layers, a read before every sublayer."""
 
 HIDDEN = 7168
 MOST_SOURCES = 8

@@ -4,6 +4,8 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas.dispatch import Implementation, select
@@ -14,26 +16,62 @@ FEW_ROWS = mosaic.MOST_TOKENS
 """Up to this many rows a product is bound by reading the weights."""
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
+@functools.partial(jax.jit, static_argnames=("dtypes", "implementation"))
+def matmuls(
+    x: Float[Array, "M K"],
+    weights: tuple[Float[Array, "_ K"], ...],
+    *,
+    dtypes: tuple[DTypeLike, ...] | None = None,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "M _"], ...]:
+    """Products of x with the transpose of each matrix, in one pass: float32 sums rounded to `dtypes` (default x's)."""
+    kinds = tuple(jnp.dtype(dtype) for dtype in dtypes or (x.dtype,) * len(weights))
+    return select(implementation, mosaic=mosaic.on_gpu, xla=xla.matmuls)(x, weights, kinds)
+
+
 def matmul(
     x: Float[Array, "M K"], weights: Float[Array, "N K"], *, implementation: Implementation = None
 ) -> Float[Array, "M N"]:
-    """X times the transpose of `weights`, accumulated in float32 and rounded once."""
-    return select(implementation, mosaic=mosaic.on_gpu, xla=xla.matmul)(x, weights)
+    """`matmuls` for one matrix."""
+    return matmuls(x, (weights,), implementation=implementation)[0]
 
 
 def project(
-    x: Float[Array, "..."], weights: Float[Array, "..."], *, contract: int = 1, implementation: Implementation = None
-) -> Float[Array, "..."]:
-    """[*batch, *inputs] times [*outputs, *inputs] -> [*batch, *outputs], the last `contract` axes being the inputs.
+    x: Float[Array, "..."],
+    *weights: Float[Array, "..."],
+    contract: int = 1,
+    dtypes: tuple[DTypeLike, ...] | None = None,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "..."], ...]:
+    """[*batch, *inputs] times [*outputs, *inputs] -> [*batch, *outputs] for each of `weights`.
 
-    Few rows go through `matmul`, many through one ordinary product.
+    The last `contract` axes are the inputs. Few rows of activations pass all weights in one launch where a kernel
+    serves that; otherwise, and with `implementation` "xla", each is one ordinary product. float32 sums, rounded to
+    `dtypes` (default x's).
     """
-    batch, inputs, outputs = x.shape[:-contract], x.shape[-contract:], weights.shape[:-contract]
-    if math.prod(batch) <= FEW_ROWS:
-        flat = x.reshape(math.prod(batch), math.prod(inputs))
-        product = matmul(flat, weights.reshape(math.prod(outputs), math.prod(inputs)), implementation=implementation)
-        return product.reshape(*batch, *outputs)
-    letters = iter("abcdefghijklmnopqrstuvwxyz")
-    rows, columns, summed = ("".join(next(letters) for _ in axes) for axes in (batch, outputs, inputs))
-    return einsum(f"{rows}{summed},{columns}{summed}->{rows}{columns}", x, weights)
+    kinds = tuple(jnp.dtype(dtype) for dtype in dtypes or (x.dtype,) * len(weights))
+    few = math.prod(x.shape[:-contract]) <= FEW_ROWS
+    backends = {"mosaic": _flat, "xla": _ordinary} if few else {"xla": _ordinary}
+    return select("xla" if implementation == "xla" else None, **backends)(x, weights, kinds, contract)
+
+
+def _flat(
+    x: Array, weights: tuple[Array, ...], dtypes: tuple[jnp.dtype, ...], contract: int
+) -> tuple[Float[Array, "..."], ...]:
+    batch, inputs = x.shape[:-contract], math.prod(x.shape[-contract:])
+    outputs = [matrix.shape[:-contract] for matrix in weights]
+    flat = tuple(matrix.reshape(math.prod(shape), inputs) for matrix, shape in zip(weights, outputs))
+    products = matmuls(x.reshape(math.prod(batch), inputs), flat, dtypes=dtypes, implementation="mosaic")
+    return tuple(product.reshape(*batch, *shape) for product, shape in zip(products, outputs))
+
+
+def _ordinary(
+    x: Array, weights: tuple[Array, ...], dtypes: tuple[jnp.dtype, ...], contract: int
+) -> tuple[Float[Array, "..."], ...]:
+    def one(matrix: Array, dtype: jnp.dtype) -> Array:
+        letters = iter("abcdefghijklmnopqrstuvwxyz")
+        sizes = x.ndim - contract, matrix.ndim - contract, contract
+        rows, columns, summed = ("".join(next(letters) for _ in range(size)) for size in sizes)
+        return einsum(f"{rows}{summed},{columns}{summed}->{rows}{columns}", x, matrix, out=dtype)
+
+    return tuple(one(matrix, dtype) for matrix, dtype in zip(weights, dtypes, strict=True))

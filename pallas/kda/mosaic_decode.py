@@ -20,19 +20,20 @@ from pallas.kda.mosaic_token import (
     GATE,
     MULTIPROCESSORS,
     PARAMS,
+    ROW_LAYOUT,
     ROWS,
     STATE_LAYOUT,
     VALUE,
     VALUE_LAYOUT,
     fetch_inputs,
     fetch_slot,
-    gate_parameters,
     gate_vectors,
     gated_norm,
     overlap_vectors,
     pl_ds,
     scratch,
     sigmoid,
+    spread,
     step,
     token_vectors,
 )
@@ -93,31 +94,44 @@ def decode(
             item = lax.axis_index("workers") + turn * workers
             return item // heads, item % heads
 
+        def parameters_of(turn: jax.Array) -> tuple[jax.Array, ...]:
+            """What is read straight into registers, a turn ahead: dt_bias, a_log, beta logit, the row's code."""
+            row, head = place(turn)
+            row = jnp.minimum(row, rows - 1)
+            bias = plgpu.load(dt_bias.at[head], layout=ROW_LAYOUT.reduce(0), optimized=False)
+            return bias, a_log[head], beta[row, head].astype(jnp.float32), code[row]
+
         def buffers_of(turn: jax.Array) -> dict[str, Any]:
             index = {"state": turn % STATES, "state_ready": turn % STATES, "vectors": 0}
             # The vectors' rows beyond the only token are free: one of them takes <k, q>.
             overlaps = ring["vectors"].at[0, VALUE, 1, pl_ds(0, ROWS)]
             return {name: ref.at[index.get(name, turn % INPUTS)] for name, ref in ring.items()} | {"overlaps": overlaps}
 
-        def fetch(turn: jax.Array) -> None:
+        def fetch(turn: jax.Array, mark: jax.Array) -> None:
             row, head = place(turn)
 
             @pl.when(row < rows)
             def _fetch() -> None:
-                mark, buffers = code[row], buffers_of(turn)
-                fetch_inputs([qkvz.at[row, head]], decay.at[pl.ds(row, 1), head], conv, head, buffers)
+                buffers = buffers_of(turn)
+                fetch_inputs([(qkvz.at[row, head], decay.at[row, head])], conv, head, buffers)
                 pl.when(mark != 0)(lambda: fetch_slot(state_pool, window_pool, jnp.abs(mark), head, buffers))
 
-        def run(turn: jax.Array, _: None) -> None:
+        def run(turn: jax.Array, current: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            following, later = parameters_of(turn + 1), mark_of(turn + INPUTS)
             row, head = place(turn)
-            pl.when(row < rows)(lambda: work(turn, row, head))
+            pl.when(row < rows)(lambda: work(turn, row, head, *current))
+            fetch(turn + INPUTS, later)
+            return following
 
-        def work(turn: jax.Array, row: jax.Array, head: jax.Array) -> None:
-            buffers, mark = buffers_of(turn), code[row]
+        def mark_of(turn: jax.Array) -> jax.Array:
+            return code[jnp.minimum(place(turn)[0], rows - 1)]
+
+        def work(turn: jax.Array, row: jax.Array, head: jax.Array, bias, speed, logit, mark) -> None:
+            buffers = buffers_of(turn)
             slot, fresh = jnp.abs(mark), mark < 0
-            parameters = gate_parameters(a_log, dt_bias, head)
-            strength = sigmoid(beta[row, head].astype(jnp.float32))
+            strength = sigmoid(logit)
             plgpu.barrier_wait(buffers["inputs_ready"])
+            parameters = jnp.exp(speed), spread(bias, 1, (ROWS, CHANNELS), ROW_LAYOUT)
             gate_vectors(buffers, parameters, lower_bound)
 
             @pl.when(mark == 0)
@@ -152,11 +166,10 @@ def decode(
                 # All but this state have left: the buffers of the item after next are free.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
-            fetch(turn + INPUTS)
-
-        for turn in range(INPUTS):
-            fetch(jnp.int32(turn))
-        lax.fori_loop(0, -(-items // workers), run, None)
+        first = parameters_of(jnp.int32(0))
+        fetch(jnp.int32(0), first[-1])
+        fetch(jnp.int32(1), mark_of(jnp.int32(1)))
+        lax.fori_loop(0, -(-items // workers), run, first)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     states, windows = jax.new_ref(state_pool), jax.new_ref(window_pool)

@@ -72,28 +72,33 @@ def scratch(tokens: int, dtype: jnp.dtype) -> dict[str, Any]:
         "logits": smem((padded(tokens), CHANNELS), dtype),
         "vectors": smem((5, padded(tokens), CHANNELS), jnp.float32),
         "overlaps": smem((padded(tokens),), jnp.float32),
-        "inputs_ready": plgpu.Barrier(num_arrivals=tokens + 5),
+        "inputs_ready": plgpu.Barrier(num_arrivals=2 * tokens + 4),
         "window_ready": plgpu.Barrier(num_arrivals=WINDOW),
         "state_ready": plgpu.Barrier(),
     }
 
 
-def fetch_inputs(sources: list[Any], logits: Any, conv: Any, head: jax.Array, buffers: dict[str, Any]) -> None:
-    """Starts the copies that depend on no slot: q, k, v, z of each token, its decay logits, the convolution's taps."""
+def fetch(source: Any, target: Any, ready: Any) -> None:
+    """Starts the copy of a contiguous piece. Promised to lie inside, it needs no descriptor, whose fetch takes time."""
+    plgpu.copy_gmem_to_smem(source, target, ready, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+
+def fetch_inputs(sources: list[tuple], conv: Any, head: jax.Array, buffers: dict[str, Any]) -> None:
+    """Starts the copies that depend on no slot: each token's (q, k, v, z; decay logits), the convolution's taps."""
     barrier = buffers["inputs_ready"]
-    for token, source in enumerate(sources):
-        plgpu.copy_gmem_to_smem(source, buffers["raw"].at[pl_ds(4 * (token + WINDOW), 4)], barrier)
-    plgpu.copy_gmem_to_smem(logits, buffers["logits"].at[pl_ds(0, len(sources))], barrier)
+    for token, (qkvz, logits) in enumerate(sources):
+        fetch(qkvz, buffers["raw"].at[pl_ds(4 * (token + WINDOW), 4)], barrier)
+        fetch(logits, buffers["logits"].at[token], barrier)
     for tap in range(4):
-        plgpu.copy_gmem_to_smem(conv.at[tap, head], buffers["taps"].at[pl_ds(3 * tap, 3)], barrier)
+        fetch(conv.at[tap, head], buffers["taps"].at[pl_ds(3 * tap, 3)], barrier)
 
 
 def fetch_slot(state_pool: Any, window_pool: Any, slot: jax.Array, head: jax.Array, buffers: dict[str, Any]) -> None:
     """Starts the copies of the slot's state and window."""
     for age in range(WINDOW):
         target = buffers["raw"].at[pl_ds(4 * age, 3)]
-        plgpu.copy_gmem_to_smem(window_pool.at[slot, age, head], target, buffers["window_ready"])
-    plgpu.copy_gmem_to_smem(state_pool.at[slot, head], buffers["state"], buffers["state_ready"])
+        fetch(window_pool.at[slot, age, head], target, buffers["window_ready"])
+    fetch(state_pool.at[slot, head], buffers["state"], buffers["state_ready"])
 
 
 def gate_parameters(a_log: Any, dt_bias: Any, head: jax.Array) -> tuple[jax.Array, jax.Array]:

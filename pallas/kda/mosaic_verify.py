@@ -24,6 +24,7 @@ from pallas.kda.mosaic_token import (
     ROWS,
     STATE_LAYOUT,
     VALUE_LAYOUT,
+    fetch,
     fetch_inputs,
     fetch_slot,
     gate_parameters,
@@ -92,9 +93,9 @@ def verify(
         **buffers: Any,
     ):
         row, head = lax.axis_index("rows"), lax.axis_index("heads")
-        sources = [qkvz.at[row, token, head] for token in range(tokens)]
-        fetch_inputs(sources, decay.at[row, :, head], conv, head, buffers)
         slot = slots[row]
+        sources = [(qkvz.at[row, token, head], decay.at[row, token, head]) for token in range(tokens)]
+        fetch_inputs(sources, conv, head, buffers)
         # Rows on the dummy slot run on its contents like any other; `mask` then clears what they produced.
         fetch_slot(state_pool, window_pool, slot, head, buffers)
         length = jnp.where(slot == 0, 0, jnp.minimum(lengths[row], tokens))
@@ -193,21 +194,24 @@ def commit(
 
         @pl.when(count > 0)
         def _live():
-            plgpu.copy_gmem_to_smem(state_pool.at[slot, head], state, state_ready)
+            fetch(state_pool.at[slot, head], state, state_ready)
             for age in range(WINDOW):
-                plgpu.copy_gmem_to_smem(window_pool.at[slot, age, head], raw.at[pl_ds(4 * age, 3)], inputs_ready)
+                fetch(window_pool.at[slot, age, head], raw.at[pl_ds(4 * age, 3)], inputs_ready)
             for token in range(tokens):
-                plgpu.copy_gmem_to_smem(qkvz.at[row, token, head], raw.at[pl_ds(4 * (token + WINDOW), 4)], inputs_ready)
-                plgpu.copy_gmem_to_smem(keys.at[row, token, head], vectors.at[3 * token], inputs_ready)
-                plgpu.copy_gmem_to_smem(writes.at[row, token, head], vectors.at[3 * token + 1], inputs_ready)
-                vectors[3 * token + 2, :] = jnp.exp(decays[row, token, head])
+                fetch(qkvz.at[row, token, head], raw.at[pl_ds(4 * (token + WINDOW), 4)], inputs_ready)
+            for plane, record in enumerate((keys, writes, decays)):
+                target = vectors.at[plane, pl_ds(0, tokens)]
+                plgpu.copy_gmem_to_smem(record.at[row, :, head], target, inputs_ready)
             plgpu.barrier_wait(inputs_ready)
+            for first in range(0, padded(tokens), ROWS):
+                decay = vectors.at[2, pl_ds(first, ROWS)]
+                decay[...] = jnp.exp(plgpu.load(decay, layout=ROW_LAYOUT, optimized=False))
             plgpu.commit_smem()
             plgpu.barrier_wait(state_ready)
 
             def replay(token, state):
-                load = lambda row, layout: plgpu.load(vectors.at[3 * token + row], layout=layout, optimized=False)  # noqa: E731
-                key, retain = (spread(load(row, KEY_LAYOUT), 0, state.shape, STATE_LAYOUT) for row in (0, 2))
+                load = lambda plane, layout: plgpu.load(vectors.at[plane, token], layout=layout, optimized=False)  # noqa: E731
+                key, retain = (spread(load(plane, KEY_LAYOUT), 0, state.shape, STATE_LAYOUT) for plane in (0, 2))
                 return write_token(state, key, retain, load(1, VALUE_LAYOUT))
 
             state[...] = lax.fori_loop(0, count, replay, plgpu.load(state, layout=STATE_LAYOUT, optimized=False))
@@ -226,8 +230,8 @@ def commit(
         scratch_types=(
             plgpu.SMEM((channels, channels), jnp.float32),
             plgpu.SMEM((4 * (tokens + WINDOW), channels), qkvz.dtype),
-            plgpu.SMEM((3 * tokens, channels), jnp.float32),
-            plgpu.Barrier(num_arrivals=WINDOW + 3 * tokens),
+            plgpu.SMEM((3, padded(tokens), channels), jnp.float32),
+            plgpu.Barrier(num_arrivals=WINDOW + tokens + 3),
             plgpu.Barrier(),
         ),
         compiler_params=PARAMS,

@@ -63,7 +63,7 @@ def attend_pages(
         settings=settings,
         interpret=interpret,
     )
-    return mosaic_join.join(*parts, length, settings.least, interpret)[:, : query.shape[1]]
+    return mosaic_join.join(*parts, length, settings, interpret)[:, : query.shape[1]]
 
 
 def prefill(

@@ -31,9 +31,7 @@ MOST_QUERIES, MOST_QUERIES_NARROW = 48, 24
 WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 PRODUCT = plgpu.Layout.WGMMA
 PER_QUERY = plgpu.Layout.WGMMA.reduce(0)
-NARROW = plgpu.Layout.TILED(
-    plgpu.Tiling(((16, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
+NARROW = plgpu.Layout.TILED(plgpu.Tiling(((16, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 """[16, 64]: eight neighbouring values a thread, which are 8 bytes of 8-bit latents and 16 of bfloat16."""
 SCORE, LEFT, RIGHT, FETCH = range(4)
 REGISTERS = {SCORE: 136, LEFT: 168, RIGHT: 168, FETCH: 40}
@@ -49,12 +47,28 @@ class Settings:
 
     blocks: int = 132
     least: int = 4
+    queries: int | None = None
+    """Most queries of a group; None leaves it to `most_queries`."""
+    dependent_launch: bool = True
+    """Start each kernel before the one in front has finished, and wait for it before anything is read."""
 
 
 def group_queries(queries: int, most: int = MOST_QUERIES) -> tuple[int, int]:
     """(groups, queries of a group): as few groups of at most `most` as possible, a multiple of 8 queries each."""
     groups = -(-queries // most)
     return groups, -(-queries // groups // 8) * 8
+
+
+def most_queries(queries: int, tokens: int, settings: Settings) -> int:
+    """Queries of a group at most, for page tables of `tokens` tokens.
+
+    Groups of half the size finish a tile sooner and read latents twice as often. They serve short contexts, if there
+    are so few parts that every row is cut as with large groups: results do not depend on the table's width.
+    """
+    half = MOST_QUERIES // 2
+    groups, _ = group_queries(queries, half)
+    few = -(-tokens // (TILE * settings.least)) <= settings.blocks // groups
+    return half if few and queries > MOST_QUERIES else MOST_QUERIES
 
 
 def part_tiles(length: jax.Array, parts: int, least: int) -> jax.Array:
@@ -68,13 +82,13 @@ def require_supported(query: Any, pool: Any, rank: int) -> None:
     page, width = pool.shape[1:]
     if query.dtype != jnp.bfloat16 or pool.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
         raise NotImplementedError(
-            f"mla mosaic decode serves bfloat16, or float8_e4m3fn latents, got {query.dtype} queries, {pool.dtype} latents"
+            f"mla mosaic decode serves bfloat16, and latents of float8_e4m3fn, got {query.dtype} and {pool.dtype}"
         )
     if pool.dtype == jnp.float8_e4m3fn and page % TILE:
         raise NotImplementedError(f"mla mosaic decode serves 8-bit pages of a multiple of {TILE} rows, got {page}")
     if rank % 128 or width % 64:
         raise NotImplementedError(
-            f"mla mosaic decode serves latents of a multiple of 128 values in rows of a multiple of 64, got {rank} in {width}"
+            f"mla mosaic decode serves a multiple of 128 latent values in rows of a multiple of 64, got {rank} in {width}"
         )
     if page % TILE and (TILE % page or page % 8):
         raise NotImplementedError(f"mla mosaic decode serves pages of 8, 16, 32 or a multiple of 64 rows, got {page}")
@@ -102,9 +116,11 @@ def attend(
     rows, queries, width = query.shape
     page, pages = pool.shape[1], page_table.shape[1]
     narrow = pool.dtype == jnp.float8_e4m3fn
-    groups, most = group_queries(queries, MOST_QUERIES_NARROW if narrow else MOST_QUERIES)
+    limit = settings.queries or most_queries(queries, pages * page, settings)
+    groups, most = group_queries(queries, min(limit, MOST_QUERIES_NARROW if narrow else MOST_QUERIES))
     query = jnp.pad(query, ((0, 0), (0, groups * most - queries), (0, 0)))
-    parts = max(1, settings.blocks // groups)
+    # No more than the page table can fill: that changes no row's parts.
+    parts = max(1, min(settings.blocks // groups, -(-pages * page // (TILE * settings.least))))
     copies = max(1, TILE // page)
     scales = jnp.ones(1, jnp.float32) if page_scale is None else page_scale
     half = rank // 2
@@ -121,6 +137,9 @@ def attend(
         queries, tiles, shares, shrinks, asked, full, scored, free, *staging = buffers
         part, group, row = (lax.axis_index(name) for name in ("parts", "groups", "rows"))
         role = lax.axis_index("role")
+        if settings.dependent_launch:
+            plgpu.griddepcontrol_launch_dependents()
+            plgpu.griddepcontrol_wait()
         length = lengths[row]
         step = part_tiles(length, parts, settings.least)
         first = part * step
@@ -258,7 +277,11 @@ def attend(
             *staging_types,
         ),
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True, unsafe_no_auto_barriers=True
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            # Enough to take the maxima of all queries of a tile across warps in one exchange.
+            reduction_scratch_bytes=6144,
         ),
         interpret=interpret,
         kernel_name="mla_decode",

@@ -9,13 +9,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from pallas.mla.mosaic_decode import LOWEST, PER_QUERY, PRODUCT, TILE, part_tiles
+from pallas.mla.mosaic_decode import LOWEST, PER_QUERY, PRODUCT, TILE, Settings, part_tiles
 
 CHANNELS, COLUMNS = 64, 8
 """Channels and queries of a block."""
 TEAMS = 4
 """Warpgroups that share the parts."""
-BATCH = 6
+BATCH = 8
 """Parts whose loads are in flight at once."""
 
 
@@ -36,19 +36,22 @@ def join(
     mixed: Float32[Array, "B G S R N"],
     stats: Float32[Array, "B G S 2 N"],
     length: Int32[Array, " B"],
-    least: int,
+    settings: Settings,
     interpret: Any = None,
 ) -> BFloat16[Array, "B G*N R"]:
     """The attention of every query: parts weighted by exp2(their maximum) and divided by the sum of all."""
     rows, groups, parts, rank, most = mixed.shape
 
     def body(mixed, stats, lengths, output, tops, totals, sums, ready):
+        if settings.dependent_launch:
+            plgpu.griddepcontrol_launch_dependents()
+            plgpu.griddepcontrol_wait()
         team, group, row = (lax.axis_index(name) for name in ("team", "groups", "rows"))
         columns = pl.ds(lax.axis_index("columns") * COLUMNS, COLUMNS)
         channels = pl.ds(lax.axis_index("channels") * CHANNELS, CHANNELS)
         length = lengths[row]
         used = (length + TILE - 1) // TILE
-        step = part_tiles(length, parts, least)
+        step = part_tiles(length, parts, settings.least)
         used = (used + step - 1) // step
 
         def load(part: jax.Array) -> tuple:
@@ -84,9 +87,7 @@ def join(
             value = value * lax.broadcast_in_dim(1.0 / jnp.maximum(total, 1e-30), value.shape, (1,))
             value = jnp.where(used > 0, value, 0.0)
             there = output.at[row, pl.ds(group * most + lax.axis_index("columns") * COLUMNS, COLUMNS), channels]
-            there.transpose((1, 0))[...] = plgpu.layout_cast(
-                value.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
-            )
+            there.transpose((1, 0))[...] = plgpu.layout_cast(value.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
 
     return plgpu.kernel(
         body,

@@ -1,6 +1,6 @@
 """Causal attention over expanded keys and values, as one Mosaic GPU kernel (after FlashAttention-3).
 
-A block takes 128 queries of one head, 64 for each of two warpgroups; a third fetches keys and values. The scores of a
+A block takes queries of one head, 64 for each of two or three warpgroups; one more fetches keys and values. The scores of a
 tile are on the tensor cores together with the weighted values of the tile before it, so that the softmax of one runs
 beside the products of the other. A key is a head's own part and a part that all heads share, two buffers and two
 products; nothing is concatenated in memory.
@@ -22,18 +22,19 @@ PRODUCT = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30
-FETCH = 2
+QUERIES = 64
+"""Queries of a warpgroup: the rows of one tensor-core instruction."""
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+"""Registers of a computing and of the fetching warpgroup; together no more than the block starts with."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Queries of a warpgroup, keys of a tile, tiles in flight."""
+    """Warpgroups that compute, keys of a tile, tiles in flight."""
 
-    queries: int = 64
+    groups: int = 2
     keys: int = 128
     stages: int = 2
-    take_turns: bool = False
-    """Whether the two warpgroups' softmaxes take turns."""
 
 
 def require_supported(query: Any, own: Any, shared: Any, value: Any) -> None:
@@ -43,7 +44,7 @@ def require_supported(query: Any, own: Any, shared: Any, value: Any) -> None:
     widths = (own.shape[-1], shared.shape[-1], value.shape[-1])
     if any(width % 64 for width in widths) or sum(widths) > 320:
         raise NotImplementedError(
-            f"mla mosaic prefill serves key, shared key and value widths of a multiple of 64 and 320 in sum, got {widths}"
+            f"mla mosaic prefill serves widths of a multiple of 64, 320 in sum, got {widths} (key, shared key, value)"
         )
     if query.shape[1] % 8 or own.shape[1] % 8:
         raise NotImplementedError(
@@ -65,22 +66,22 @@ def attend(
     require_supported(query, own, shared, value)
     rows, tokens, heads, _ = query.shape
     keys, own_width, shared_width, value_width = own.shape[1], own.shape[-1], shared.shape[-1], value.shape[-1]
-    tall, wide, stages = settings.queries, settings.keys, settings.stages
-    blocks = -(-tokens // (2 * tall))
+    tall, wide, stages, groups = QUERIES, settings.keys, settings.stages, settings.groups
+    blocks = -(-tokens // (groups * tall))
+    compute_registers, fetch_registers = REGISTERS[groups]
     factor = scale * LOG2_E
 
-    def body(
-        query, own, shared, value, starts, output, asks, asks_shared, owns, shareds, values, got, k_full, v_full, k_free, v_free, turn
-    ):
+    def body(query, own, shared, value, starts, output, *buffers: Any):
+        asks, asks_shared, owns, shareds, values, got, k_full, v_full, k_free, v_free = buffers
         group, head, row = (lax.axis_index(name) for name in ("group", "heads", "rows"))
         # Long rows of work first.
-        first = (blocks - 1 - lax.axis_index("blocks")) * (2 * tall)
+        first = (blocks - 1 - lax.axis_index("blocks")) * (groups * tall)
         begin = starts[row] + first
-        count = (jnp.minimum(begin + 2 * tall, keys) + wide - 1) // wide
+        count = (jnp.minimum(begin + groups * tall, keys) + wide - 1) // wide
 
-        @pl.when(group == FETCH)
+        @pl.when(group == groups)
         def _fetch() -> None:
-            plgpu.set_max_registers(32, action="decrease")
+            plgpu.set_max_registers(fetch_registers, action="decrease")
 
             def fetch(tile: jax.Array, _: None) -> None:
                 slot = tile % stages
@@ -93,9 +94,9 @@ def attend(
 
             lax.fori_loop(0, count, fetch, None)
 
-        @pl.when(group < FETCH)
+        @pl.when(group < groups)
         def _compute() -> None:
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(compute_registers, action="increase")
             mine, mine_shared = asks.at[group], asks_shared.at[group]
             here = pl.ds(first + group * tall, tall)
             plgpu.copy_gmem_to_smem(query.at[row, here, head, pl.ds(0, own_width)], mine, got.at[group])
@@ -158,9 +159,7 @@ def attend(
 
             carry = lead(True)
             carry = lax.fori_loop(1, whole, lambda tile, carry: loop(tile, carry, False), carry)
-            carry = lax.fori_loop(
-                jnp.maximum(whole, 1), count, lambda tile, carry: loop(tile, carry, True), carry
-            )
+            carry = lax.fori_loop(jnp.maximum(whole, 1), count, lambda tile, carry: loop(tile, carry, True), carry)
             mixed, _, total, share = carry
             last = (count - 1) % stages
             plgpu.barrier_wait(v_full.at[last])
@@ -182,20 +181,19 @@ def attend(
         # Blocks of one head side by side: they read the same keys and values.
         grid=(blocks, heads, rows),
         grid_names=("blocks", "heads", "rows"),
-        num_threads=3,
+        num_threads=groups + 1,
         thread_name="group",
         scratch_types=(
-            buffer(2, tall, own_width),
-            buffer(2, tall, shared_width),
+            buffer(groups, tall, own_width),
+            buffer(groups, tall, shared_width),
             buffer(stages, wide, own_width),
             buffer(stages, wide, shared_width),
             buffer(stages, wide, value_width),
-            plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            plgpu.Barrier(num_arrivals=2, num_barriers=groups),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         ),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True, unsafe_no_auto_barriers=True

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas.mla.shapes import OWN, SHARED, VALUE
-from pallas.peer_process import serve
+from pallas.peers import serve
 
 WIDTH = OWN + SHARED
 
 
 def jax_example(heads: int, tokens: int) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
-    """`jax.experimental.pallas.ops.gpu.attention_mgpu`, causal, values padded to the width of the keys."""
+    """`jax.experimental.pallas.ops.gpu.attention_mgpu`, causal, float16, values padded to the width of the keys."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
     config = attention_mgpu.TuningConfig(block_q=64, block_kv=64, max_concurrent_steps=3, causal=True)
@@ -22,7 +22,7 @@ def jax_example(heads: int, tokens: int) -> tuple[Any, tuple[jax.ShapeDtypeStruc
     def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         return attention_mgpu.attention(query, key, value, config)
 
-    return run, (jax.ShapeDtypeStruct((1, tokens, heads, WIDTH), jnp.bfloat16),) * 3
+    return run, (jax.ShapeDtypeStruct((1, tokens, heads, WIDTH), jnp.float16),) * 3
 
 
 def prepare(backend: str, heads: int, tokens: int) -> list[Callable[[], Any]]:

@@ -1,6 +1,6 @@
 """Routing and packed MXFP4 experts of Stable LatentMoE."""
 
-from pallas.moe.api import dequantize, expert_load, experts, require_distinct, require_finite, route
+from pallas.moe.api import choose, dequantize, expert_load, experts, require_distinct, require_finite, route
 from pallas.moe.parallel import experts as parallel_experts
 from pallas.moe.types import DenseExperts, Experts, PackedExperts, Routing
 
@@ -9,6 +9,7 @@ __all__ = [
     "Experts",
     "PackedExperts",
     "Routing",
+    "choose",
     "dequantize",
     "expert_load",
     "experts",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas.dispatch import Implementation, select
 from pallas.moe import mosaic, mxfp4, xla
@@ -33,6 +33,14 @@ def route(
     Logits and sigmoid in float32. Ties go to the lower expert id.
     """
     return select(implementation, xla=xla.route)(x, router, correction_bias, k=k, scaling=scaling)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "scaling"))
+def choose(
+    logits: Float32[Array, "N E"], correction_bias: Float32[Array, " E"], *, k: int, scaling: float = 1.0
+) -> Routing:
+    """`route` from the router's logits."""
+    return xla.choose(logits, correction_bias, k=k, scaling=scaling)
 
 
 @functools.partial(jax.jit, static_argnames="num_experts")

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas.moe.mosaic_expand import DEPTH, interleave
+from pallas.moe.mosaic_expand import DEPTH, ROWS, blocks_of_box, interleave
 from pallas.moe.mosaic_stream import Settings, Work, situ, stream
 from pallas.moe.types import PackedExperts
 from pallas.moe.xla import combine
 
 MOST_TOKENS = 16
+SHARED_MEMORY = 230_000
+"""Bytes for buffers; barriers and alignment take the rest."""
 
 
 class Plan(NamedTuple):
@@ -28,10 +30,11 @@ def plan(ids: Int32[Array, "N k"], columns: int, num_experts: int) -> Plan:
     tokens, k = ids.shape
     flat = ids.reshape(-1)
     pairs = flat.shape[0]
-    if tokens == 1:  # every slot is a block; one without an expert reads expert 0 for nothing
-        mine = (jnp.arange(columns)[None] == 0) & (flat[:, None] >= 0)
-        pair = jnp.where(mine, jnp.arange(k)[:, None], -1).astype(jnp.int32)
-        return Plan(jnp.maximum(flat, 0), jnp.full(1, k, jnp.int32), pair)
+    if (
+        tokens == 1
+    ):  # every slot is a block; a slot without an expert computes for nothing, and nothing is to be planned
+        pair = jnp.where(jnp.arange(columns)[None] == 0, jnp.arange(k)[:, None], -1).astype(jnp.int32)
+        return Plan(flat, jnp.full(1, k, jnp.int32), pair)
     blocks = min(pairs, num_experts)
     number = jnp.arange(pairs, dtype=jnp.int32)
     same = flat[:, None] == flat[None]
@@ -57,20 +60,14 @@ def require_supported(x: jax.Array, experts: Any) -> None:
         raise NotImplementedError(f"moe mosaic kernels serve widths in multiples of {DEPTH}, got {latent} and {inner}")
 
 
-def up_settings(latent: int, columns: int) -> Settings:
-    """The cut of the gate and up kernel."""
-    split = 4 if latent // DEPTH % 4 == 0 else 1
-    return Settings(split=split, stages=4 if columns == 8 else 3)
-
-
-def down_settings(inner: int, columns: int) -> Settings:
-    """The cut of the down kernel."""
-    blocks = inner // DEPTH
-    if blocks % 8 == 0:
-        return Settings(chunks=2, stages=4 if columns == 8 else 3)
-    if blocks % 4 == 0:
-        return Settings(stages=6)
-    return Settings(split=1, stages=6)
+def settings_for(depth: int, planes: int, columns: int) -> Settings:
+    """The cut of a kernel: as many buffers as fit; tiles of little depth are not shared."""
+    box = blocks_of_box(depth)
+    split = 4 if depth // (DEPTH * box) >= 4 else 1
+    resident = planes == 2 and columns == 8
+    buffer = box * DEPTH * (planes * ROWS // 2 + (0 if resident else 2 * columns))
+    used = 4 * planes * ROWS * columns * 4 + (2 * columns * depth if resident else 0)
+    return Settings(split=split, stages=min(6, (SHARED_MEMORY - used) // (4 * buffer)))
 
 
 def experts(
@@ -91,7 +88,7 @@ def experts(
         raise NotImplementedError(f"the moe decode kernel serves up to {MOST_TOKENS} tokens, got {tokens}")
     columns = 8 if tokens <= 8 else 16
     inner = experts.gate_up_packed.shape[2]
-    cuts = cuts or (up_settings(latent, columns), down_settings(inner, columns))
+    cuts = cuts or (settings_for(latent, 2, columns), settings_for(inner, 1, columns))
     order = plan(ids, columns, experts.gate_up_packed.shape[0])
     blocks = order.expert.shape[0]
     rows = jnp.pad(interleave(x), ((0, columns - tokens), (0, 0)))

@@ -2,9 +2,11 @@
 
 A thread of the product m64k16 holds, of rows g and g + 8 of its warp, two pairs of neighbouring inputs. Which inputs
 these are is free as long as the right operand agrees, so a thread takes the 16 bytes that are one scale group of a
-row: inputs 32 t + 8 q + i, i = 0 .. 7, in word q of group t. One masked multiplication moves sign and magnitude of
-the codes i and i + 4 of a word into the two bfloat16 halves of a register, where a code reads as its value times
-2^-126; the product with 2^(scale - 1) is then exact. `interleave` puts the right operand in the same order.
+row. Weights come in boxes of 64 rows and 128 or 256 inputs; a box of two blocks lies in shared memory as the copy
+engine swizzles it. Thread t of four has groups `blocks` * t + block of the box, inputs 8 q + i, i = 0 .. 7, in word q
+of a group. One masked multiplication moves sign and magnitude of the codes i and i + 4 of a word into the two bfloat16
+halves of a register, where a code reads as its value times 2^-126; the product with 2^(scale - 1) is then exact.
+`interleave` puts the right operand in the same order.
 """
 
 from typing import Any
@@ -27,10 +29,25 @@ DEPTH = 128
 LARGEST_MULTIPLIER = 128
 """Largest scale s for which 2^(s - 1) is a bfloat16 number; larger ones take a second multiplication."""
 
-SCALE_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((ROWS, 4), (16, 4), (8, 4), (1,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
-)
-"""[64, 4] scales of one block: group t of rows g and g + 8 of a warp in lane 4 g + t."""
+SWIZZLED = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
+"""How a box of two blocks lies in shared memory."""
+
+
+def scale_layout(blocks: int) -> Any:
+    """[64, 4 * blocks] scales of a box: groups `blocks` * t .. of rows g and g + 8 of a warp in lane 4 g + t."""
+    width = 4 * blocks
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((ROWS, width), (16, width), (8, width), (blocks,))),
+        warp_dims=(-7,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )
+
+
+def blocks_of_box(depth: int) -> int:
+    """Blocks of 128 inputs in a box: two where the depth allows, whose rows are whole 128-byte lines."""
+    return 2 if depth % (2 * DEPTH) == 0 else 1
+
 
 MASKS = ((0x000F000F, 0x1040), (0x00F000F0, 0x0104))
 """Codes of an even and an odd pair of a 16-bit half, and the factor that copies them to bits 15 .. 12 and 9 .. 6."""
@@ -39,16 +56,18 @@ FIELDS = 0x81C081C0
 
 
 def interleave(x: Float[Array, "*batch K"]) -> Float[Array, "*batch K"]:
-    """`x` with each block of 128 inputs in the order in which the product meets them."""
-    blocks = x.reshape(*x.shape[:-1], -1, 4, 4, 2, 2, 2)  # group, word, half e, step r, pair b
-    order = (*range(blocks.ndim - 5), *(blocks.ndim + axis for axis in (-4, -2, -1, -5, -3)))
-    return blocks.transpose(order).reshape(x.shape)
+    """`x` with the inputs of each box in the order in which the products meet them."""
+    boxes = x.reshape(*x.shape[:-1], -1, 4, blocks_of_box(x.shape[-1]), 4, 2, 2, 2)
+    # thread, block, word, half e, step r, pair b -> block, word, step, pair, thread, half
+    order = (*range(boxes.ndim - 6), *(boxes.ndim + axis for axis in (-5, -4, -2, -1, -6, -3)))
+    return boxes.transpose(order).reshape(x.shape)
 
 
-def place(index: Any) -> Any:
-    """Where `interleave` puts input `index` of a block; works on anything with integer operators."""
+def place(index: Any, blocks: int) -> Any:
+    """Where `interleave` puts input `index` of a box; works on anything with integer operators."""
     group, word, half, step, pair = index >> 5, (index >> 3) & 3, (index >> 2) & 1, (index >> 1) & 1, index & 1
-    return (word << 5) | (step << 4) | (pair << 3) | (group << 1) | half
+    thread, block = (group, 0) if blocks == 1 else (group >> 1, group & 1)
+    return (block << 7) | (word << 5) | (step << 4) | (pair << 3) | (thread << 1) | half
 
 
 def _i32(value: int) -> ir.Value:
@@ -94,27 +113,29 @@ def _load_words(pointer: ir.Value, offset: ir.Value) -> list[ir.Value]:
     return [vector.extract(loaded, dynamic_position=[], static_position=[i]) for i in range(4)]
 
 
-def expand(packed: Any, scale: jax.Array) -> jax.Array:
-    """[64, 128] bfloat16 weights in registers, inputs interleaved.
+def expand(packed: Any, scale: jax.Array, blocks: int, block: int) -> jax.Array:
+    """[64, 128] bfloat16 weights of one block of a box in registers, inputs interleaved.
 
-    `packed` is shared memory [64, 64] of bytes, rows contiguous; `scale` is [64, 4] int32 in `SCALE_LAYOUT`.
+    `packed` is shared memory [64, 64 * blocks] of bytes, rows contiguous or `SWIZZLED`; `scale` is [64, 4 * blocks]
+    int32 in `scale_layout`.
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALE_LAYOUT),
+        arg_types=(plgpu.RefType(SWIZZLED if blocks == 2 else ()), scale_layout(blocks)),
         return_type=plgpu.ShapeDtypeStruct((ROWS, DEPTH), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, source: ir.Value, scale: Any) -> Any:
         thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
         warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
         pointer = mgpu.utils.memref_ptr(source)
-        offset = arith.addi(arith.muli(warp, _i32(16 * DEPTH // 2)), arith.muli(lane, _i32(16)))
+        row_bytes = blocks * DEPTH // 2
+        offset = arith.addi(arith.muli(warp, _i32(16 * row_bytes)), _chunk(lane, blocks, block))
         layout, pair = mgpu.WGMMA_LAYOUT, ir.VectorType.get((2,), ir.BF16Type.get())
         registers = np.empty(layout.registers_shape((ROWS, DEPTH)), dtype=object)
         flat = registers.reshape(DEPTH // 8, 2)
         for half, row_scale in enumerate(scale.registers.flat):
-            byte = vector.extract(row_scale, dynamic_position=[], static_position=[0])
-            words = _load_words(pointer, arith.addi(offset, _i32(half * 8 * DEPTH // 2)))
+            byte = vector.extract(row_scale, dynamic_position=[], static_position=[block])
+            words = _load_words(pointer, arith.addi(offset, _i32(half * 8 * row_bytes)))
             for index, value in enumerate(_expand_group(words, byte)):
                 flat[index, half] = vector.bitcast(pair, vector.broadcast(ir.VectorType.get((1,), value.type), value))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
@@ -122,6 +143,16 @@ def expand(packed: Any, scale: jax.Array) -> jax.Array:
     return run(packed, scale)
 
 
-def emulated_expand(packed: Any, scale: jax.Array) -> jax.Array:
+def _chunk(lane: ir.Value, blocks: int, block: int) -> ir.Value:
+    """Byte of row g = lane / 4 of a warp's rows where the group of thread t = lane % 4 begins."""
+    if blocks == 1:
+        return arith.muli(lane, _i32(16))
+    row, thread = arith.divui(lane, _i32(4)), arith.remui(lane, _i32(4))
+    chunk = arith.xori(arith.addi(arith.muli(thread, _i32(2)), _i32(block)), row)
+    return arith.addi(arith.muli(row, _i32(DEPTH)), arith.muli(chunk, _i32(16)))
+
+
+def emulated_expand(packed: Any, scale: jax.Array, blocks: int, block: int) -> jax.Array:
     """`expand` for interpretation on a CPU."""
-    return interleave(dequantize(packed[...], scale.astype(jnp.uint8), jnp.bfloat16))
+    values = interleave(dequantize(packed[...], scale.astype(jnp.uint8), jnp.bfloat16))
+    return values[:, block * DEPTH : (block + 1) * DEPTH]

@@ -6,7 +6,8 @@ any multiple of eight of them and little is padding.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,13 +18,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float32, Int32, UInt8
 
 from pallas.moe import grouped
-from pallas.moe.mosaic_expand import DEPTH, ROWS, SCALE_LAYOUT, emulated_expand, expand, interleave, place
+from pallas.moe.mosaic_expand import (
+    DEPTH,
+    ROWS,
+    SWIZZLED,
+    blocks_of_box,
+    emulated_expand,
+    expand,
+    interleave,
+    place,
+    scale_layout,
+)
 from pallas.moe.mosaic_stream import GROUPS_OF_SCALES, PACKED_DEPTH, WIDE, situ
 from pallas.moe.types import PackedExperts
 from pallas.moe.xla import combine
 from pallas.transposed_store import emulated_store, store
 
 CONSUMERS = 2
+SHARED_MEMORY = 225_000
+"""Bytes for buffers; barriers and alignment take the rest."""
 PLANES = 2
 TILE = CONSUMERS * ROWS
 BLOCKS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
@@ -36,7 +49,8 @@ COST_OF_A_BLOCK = 24.0
 class Settings:
     """How a grouped kernel is cut."""
 
-    stages: int = 4
+    stages: int | None = None
+    """Buffers; None takes as many as fit, four at most."""
     blocks: int = 132
     """Thread blocks."""
     registers: int = 232
@@ -66,11 +80,16 @@ def grouped_product(
 
     `finish` maps both products to one array (the output has M columns, interleaved) or to two (2 M columns).
     """
-    count, tiles, parts = expert.shape[0], weights.shape[2] // TILE, rows.shape[1] // DEPTH
-    columns, stages = rows.shape[0] // count, settings.stages
+    box = blocks_of_box(rows.shape[1])
+    width_of_box, packed_width, groups_of_scales = box * DEPTH, box * PACKED_DEPTH, box * GROUPS_OF_SCALES
+    count, tiles, parts = expert.shape[0], weights.shape[2] // TILE, rows.shape[1] // width_of_box
+    columns = rows.shape[0] // count
+    buffer = PLANES * TILE * packed_width + 2 * columns * width_of_box
+    stages = settings.stages or min(4, SHARED_MEMORY // buffer)
     emulated = interpret is not None
     put, turn = (emulated_store, emulated_expand) if emulated else (store, expand)
-    layout = plgpu.Layout.WGMMA
+    layout, boxes_out = plgpu.Layout.WGMMA, blocks_of_box(width)
+    layout_of_box = {"transforms": SWIZZLED} if box == 2 else {}
 
     def body(
         rows: Any,
@@ -103,9 +122,11 @@ def grouped_product(
             def fetch(stage: jax.Array, _: None) -> None:
                 slot, at, tile, depth = locate(stage)
                 pl.when(stage >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                there = pl.ds(tile * TILE, TILE), pl.ds(depth * PACKED_DEPTH, PACKED_DEPTH)
-                plgpu.copy_gmem_to_smem(weights.at[expert[at], :, *there], packed.at[slot], full.at[slot])
-                source = rows.at[pl.ds(at * columns, columns), pl.ds(depth * DEPTH, DEPTH)]
+                there = pl.ds(tile * TILE, TILE), pl.ds(depth * packed_width, packed_width)
+                for plane in range(PLANES):
+                    source = weights.at[expert[at] * PLANES + plane, *there]
+                    plgpu.copy_gmem_to_smem(source, packed.at[slot, plane], full.at[slot])
+                source = rows.at[pl.ds(at * columns, columns), pl.ds(depth * width_of_box, width_of_box)]
                 plgpu.copy_gmem_to_smem(source, inputs.at[slot], full.at[slot])
 
             def drain(stage: jax.Array, _: None) -> None:
@@ -120,12 +141,17 @@ def grouped_product(
 
             def scales(stage: jax.Array) -> tuple[jax.Array, ...]:
                 _, at, tile, depth = locate(stage)
-                there = pl.ds(tile * TILE + group * ROWS, ROWS), pl.ds(depth * GROUPS_OF_SCALES, GROUPS_OF_SCALES)
+                there = pl.ds(tile * TILE + group * ROWS, ROWS), pl.ds(depth * groups_of_scales, groups_of_scales)
                 loads = (scale.at[expert[at], plane, *there] for plane in range(PLANES))
-                return tuple(plgpu.load(x, layout=SCALE_LAYOUT, optimized=False).astype(jnp.int32) for x in loads)
+                return tuple(plgpu.load(x, layout=scale_layout(box), optimized=False).astype(jnp.int32) for x in loads)
 
-            def left(slot: jax.Array, plane: int, loaded: tuple) -> jax.Array:
-                return turn(packed.at[slot, plane, pl.ds(group * ROWS, ROWS)], loaded[plane])
+            def operands(slot: jax.Array, loaded: tuple) -> Iterator[tuple[int, jax.Array, Any]]:
+                """(plane, weights in registers, activations) of a buffer that has arrived."""
+                for block in range(box):
+                    for plane in range(PLANES):
+                        source = packed.at[slot, plane, pl.ds(group * ROWS, ROWS)]
+                        right = inputs.at[slot, :, pl.ds(block * DEPTH, DEPTH)]
+                        yield plane, turn(source, loaded[plane], box, block), right
 
             def products(item: jax.Array, first: tuple) -> tuple:
                 def scope(*sums: Any) -> tuple:
@@ -134,8 +160,9 @@ def grouped_product(
                         slot = lax.rem(stage, jnp.int32(stages))
                         following = scales(stage + 1)
                         plgpu.barrier_wait(full.at[slot])
-                        for plane in range(PLANES):
-                            plgpu.wgmma(sums[plane], left(slot, plane, loaded), inputs.at[slot].transpose((1, 0)))
+                        for plane, left, right in operands(slot, loaded):
+                            plgpu.wgmma(sums[plane], left, right.transpose((1, 0)))
+                            plgpu.wgmma_wait(1)  # more operands at a time do not fit in registers
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(empty.at[slot])
                         return following
@@ -147,18 +174,15 @@ def grouped_product(
 
             def emulated_products(item: jax.Array, first: tuple) -> tuple:
                 def one(index: jax.Array, carry: tuple) -> tuple:
-                    sums, loaded = carry
+                    sums, loaded = list(carry[0]), carry[1]
                     stage = item * parts + index
                     slot = lax.rem(stage, jnp.int32(stages))
                     following = scales(stage + 1)
                     plgpu.barrier_wait(full.at[slot])
-                    dots = (
-                        jnp.dot(left(slot, plane, loaded), inputs[slot].T, preferred_element_type=jnp.float32)
-                        for plane in range(PLANES)
-                    )
-                    sums = tuple(a + b for a, b in zip(sums, dots))
+                    for plane, left, right in operands(slot, loaded):
+                        sums[plane] += jnp.dot(left, right[...].T, preferred_element_type=jnp.float32)
                     plgpu.barrier_arrive(empty.at[slot])
-                    return sums, following
+                    return tuple(sums), following
 
                 return lax.fori_loop(0, parts, one, ((jnp.zeros((ROWS, columns), jnp.float32),) * PLANES, first))
 
@@ -167,10 +191,16 @@ def grouped_product(
                 _, at, tile, _ = locate(item * parts)
                 results = finish(*sums)
                 for plane, value in enumerate(results):
-                    there = pl.ds(plane * tiles * TILE + tile * TILE, TILE)
-                    target = out.at[pl.ds(at * columns, columns), there]
-                    moved = place if len(results) == 1 else None
-                    put(target, None, group * ROWS, value.astype(jnp.bfloat16), layout, moved)
+                    first, offset, moved = plane * tiles * TILE + tile * TILE, group * ROWS, None
+                    if len(results) == 1 and boxes_out == 2:
+                        # Two tiles share a box of the interleaved output.
+                        offset += lax.rem(tile, jnp.int32(2)) * TILE
+                        first = lax.div(tile, jnp.int32(2)) * 2 * TILE
+                    if len(results) == 1:
+                        moved = partial(place, blocks=boxes_out)
+                    wide = TILE * (boxes_out if len(results) == 1 else 1)
+                    target = out.at[pl.ds(at * columns, columns), pl.ds(first, wide)]
+                    put(target, None, offset, value.astype(jnp.bfloat16), layout, moved)
                 return following
 
             lax.fori_loop(0, items, tile, scales(jnp.int32(0)))
@@ -183,9 +213,9 @@ def grouped_product(
         num_threads=CONSUMERS + 1,
         thread_name="group",
         scratch_types=(
-            plgpu.SMEM((stages, PLANES, TILE, PACKED_DEPTH), jnp.uint8),
-            plgpu.SMEM((stages, columns, DEPTH), jnp.bfloat16, transforms=WIDE),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.SMEM((stages, PLANES, TILE, packed_width), jnp.uint8, **layout_of_box),
+            plgpu.SMEM((stages, columns, width_of_box), jnp.bfloat16, transforms=WIDE),
+            plgpu.Barrier(num_arrivals=PLANES + 1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         ),
         compiler_params=plgpu.CompilerParams(
@@ -194,7 +224,8 @@ def grouped_product(
         interpret=interpret,
         kernel_name=name,
     )
-    result = kernel(rows, weights, scale, expert, used)
+    # The copy engine counts five dimensions, two of which the swizzle takes.
+    result = kernel(rows, weights.reshape(-1, *weights.shape[2:]), scale, expert, used)
     return interleave(result) if emulated and width == tiles * TILE else result
 
 

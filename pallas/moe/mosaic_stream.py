@@ -8,6 +8,7 @@ share one tile, each a part of its depth, and add their sums through shared memo
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int32, UInt8
 
-from pallas.moe.mosaic_expand import DEPTH, ROWS, SCALE_LAYOUT, emulated_expand, expand, interleave, place
+from pallas.moe.mosaic_expand import (
+    DEPTH,
+    ROWS,
+    SWIZZLED,
+    blocks_of_box,
+    emulated_expand,
+    expand,
+    interleave,
+    place,
+    scale_layout,
+)
 from pallas.transposed_store import emulated_store, store
 
 WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -37,7 +48,7 @@ class Settings:
     stages: int = 4
     """Buffers of a warpgroup."""
     chunks: int = 1
-    """Blocks of 128 inputs in a buffer."""
+    """Boxes of 128 or 256 inputs in a buffer."""
     blocks: int = 132
     """Thread blocks."""
 
@@ -59,8 +70,10 @@ class Cut(NamedTuple):
 
     planes: int
     tiles: int
-    parts: int
-    """Stages of a warpgroup per tile."""
+    buffers: int
+    """Buffers that the depth of a tile fills."""
+    box: int
+    """Blocks of 128 inputs in a box."""
     columns: int
     resident: bool
     settings: Settings
@@ -85,15 +98,18 @@ def stream(
 ) -> jax.Array:
     """Rows of `out`, [*, M], from `finish(plane 0, plane 1, ...)` of the products with the planes of the weights.
 
-    `rows` holds the activations interleaved in blocks of 128 inputs. With exactly N = 8 rows all blocks share them.
+    `rows` holds the activations interleaved. With exactly N = 8 rows all blocks share them.
     Without targets the output is interleaved as well.
     """
     planes, tiles, depth = weights.shape[1], weights.shape[2] // ROWS, rows.shape[1]
-    parts = depth // (DEPTH * settings.chunks * settings.split)
-    cut = Cut(planes, tiles, parts, columns, rows.shape[0] == columns <= 8, settings)
+    box = blocks_of_box(depth)
+    buffers = depth // (DEPTH * box * settings.chunks)
+    cut = Cut(planes, tiles, buffers, box, columns, rows.shape[0] == columns <= 8, settings)
     body = _body(cut, work.target is not None, out.dtype, finish, interpret is not None)
     smem, groups, stages, chunks = plgpu.SMEM, settings.groups, settings.stages, settings.chunks
-    shared = (depth // DEPTH, columns, DEPTH) if cut.resident else (groups * stages, columns, DEPTH * chunks)
+    width = DEPTH * box * chunks
+    shared = (buffers, columns, width) if cut.resident else (groups * stages, columns, width)
+    layout_of_box = {"transforms": SWIZZLED} if box == 2 else {}
     kernel = plgpu.kernel(
         body,
         out_type=out,
@@ -102,19 +118,21 @@ def stream(
         num_threads=groups,
         thread_name="group",
         scratch_types={
-            "packed": smem((groups * stages, chunks, planes, ROWS, PACKED_DEPTH), jnp.uint8),
+            "packed": smem((groups * stages, chunks, planes, ROWS, box * PACKED_DEPTH), jnp.uint8, **layout_of_box),
             "rows": smem(shared, jnp.bfloat16, transforms=WIDE),
-            "sums": smem((2 if settings.split > 1 else 1, groups, planes, ROWS, columns), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=chunks + (not cut.resident), num_barriers=groups * stages),
-            "shared": plgpu.Barrier(num_arrivals=depth // DEPTH),
-            "summed": plgpu.Barrier(num_arrivals=groups, num_barriers=2),
+            "sums": smem((groups, planes, ROWS, columns), jnp.float32),
+            "full": plgpu.Barrier(num_arrivals=chunks * planes + (not cut.resident), num_barriers=groups * stages),
+            "shared": plgpu.Barrier(num_arrivals=buffers),
+            "summed": plgpu.Barrier(num_arrivals=groups),
+            "drained": plgpu.Barrier(num_arrivals=groups),
         },
         compiler_params=PARAMS,
         interpret=interpret,
         kernel_name=name,
     )
     tables = work.expert, work.first_row, work.used, *(() if work.target is None else (work.target,))
-    result = kernel(rows, weights, scale, *tables)
+    # The copy engine counts five dimensions, two of which the swizzle takes.
+    result = kernel(rows, weights.reshape(-1, *weights.shape[2:]), scale, *tables)
     return interleave(result) if interpret is not None and work.target is None else result
 
 
@@ -132,7 +150,7 @@ def _body(
 ) -> Callable[..., None]:
     settings = cut.settings
     chunks, stages, columns = settings.chunks, settings.stages, cut.columns
-    share = ROWS // settings.split
+    share, width, groups_of_scales = ROWS // settings.split, chunks * cut.box * DEPTH, GROUPS_OF_SCALES * cut.box
     layout = plgpu.Layout.WG_STRIDED((share, columns), vec_size=1)
     turn = emulated_expand if emulated else expand
     put = emulated_store if emulated else store
@@ -147,11 +165,17 @@ def _body(
             part, start, stride = 0, block * settings.groups + group, settings.blocks * settings.groups
 
         def locate(stage: jax.Array) -> _Place:
-            item = start + lax.div(stage, jnp.int32(cut.parts)) * stride
-            depth = lax.rem(stage, jnp.int32(cut.parts)) * settings.split + part
+            # The buffers of all tiles in a row go to the warpgroups in turn.
+            number = stage * settings.split + part
+            item = start + lax.div(number, jnp.int32(cut.buffers)) * stride
+            depth = lax.rem(number, jnp.int32(cut.buffers))
             safe = jnp.maximum(jnp.minimum(item, total - 1), 0)
             block, tile = lax.div(safe, jnp.int32(cut.tiles)), lax.rem(safe, jnp.int32(cut.tiles))
             return _Place(item < total, block, tile, depth)
+
+        def first_stage(item: jax.Array) -> jax.Array:
+            """First stage of this warpgroup that belongs to its `item`-th tile."""
+            return lax.div(item * cut.buffers + settings.split - 1 - part, jnp.int32(settings.split))
 
         def fetch(stage: jax.Array) -> None:
             at = locate(stage)
@@ -159,39 +183,39 @@ def _body(
             @pl.when(at.exists)
             def _start() -> None:
                 slot = group * stages + lax.rem(stage, jnp.int32(stages))
-                chosen, ready = expert[at.block], smem["full"].at[slot]
+                chosen, ready = jnp.maximum(expert[at.block], 0), smem["full"].at[slot]
                 for chunk in range(chunks):
-                    inputs = pl.ds((at.depth * chunks + chunk) * PACKED_DEPTH, PACKED_DEPTH)
-                    source = weights.at[chosen, :, pl.ds(at.tile * ROWS, ROWS), inputs]
-                    plgpu.copy_gmem_to_smem(source, smem["packed"].at[slot, chunk], ready)
+                    inputs = pl.ds((at.depth * chunks + chunk) * cut.box * PACKED_DEPTH, cut.box * PACKED_DEPTH)
+                    for plane in range(cut.planes):
+                        source = weights.at[chosen * cut.planes + plane, pl.ds(at.tile * ROWS, ROWS), inputs]
+                        plgpu.copy_gmem_to_smem(source, smem["packed"].at[slot, chunk, plane], ready)
                 if not cut.resident:
-                    inputs = pl.ds(at.depth * chunks * DEPTH, chunks * DEPTH)
+                    inputs = pl.ds(at.depth * width, width)
                     source = rows_in.at[pl.ds(first_row[at.block], columns), inputs]
                     plgpu.copy_gmem_to_smem(source, smem["rows"].at[slot], ready)
 
         def scales(stage: jax.Array) -> tuple[jax.Array, ...]:
             at = locate(stage)
-            chosen = expert[at.block]
+            chosen = jnp.maximum(expert[at.block], 0)
             loaded = []
             for chunk in range(chunks):
-                inputs = pl.ds((at.depth * chunks + chunk) * GROUPS_OF_SCALES, GROUPS_OF_SCALES)
+                inputs = pl.ds((at.depth * chunks + chunk) * groups_of_scales, groups_of_scales)
                 for plane in range(cut.planes):
                     source = scale.at[chosen, plane, pl.ds(at.tile * ROWS, ROWS), inputs]
-                    loaded.append(plgpu.load(source, layout=SCALE_LAYOUT, optimized=False).astype(jnp.int32))
+                    loaded.append(plgpu.load(source, layout=scale_layout(cut.box), optimized=False).astype(jnp.int32))
             return tuple(loaded)
 
         def operands(stage: jax.Array, loaded: tuple[jax.Array, ...]) -> Any:
             """(plane, weights in registers, activations) of a stage that has arrived."""
             slot = group * stages + lax.rem(stage, jnp.int32(stages))
             depth = locate(stage).depth
+            right = smem["rows"].at[depth if cut.resident else slot]
             for chunk in range(chunks):
-                if cut.resident:
-                    right = smem["rows"].at[depth * chunks + chunk]
-                else:
-                    right = smem["rows"].at[slot, :, pl.ds(chunk * DEPTH, DEPTH)]
                 for plane in range(cut.planes):
-                    left = turn(smem["packed"].at[slot, chunk, plane], loaded[chunk * cut.planes + plane])
-                    yield plane, left, right
+                    for block in range(cut.box):
+                        source, scale = smem["packed"].at[slot, chunk, plane], loaded[chunk * cut.planes + plane]
+                        inputs = pl.ds((chunk * cut.box + block) * DEPTH, DEPTH)
+                        yield plane, turn(source, scale, cut.box, block), right.at[:, inputs]
 
         def wait(stage: jax.Array) -> None:
             plgpu.barrier_wait(smem["full"].at[group * stages + lax.rem(stage, jnp.int32(stages))])
@@ -200,26 +224,25 @@ def _body(
             """(sums of each plane, scales of the next stage)."""
 
             def scope(*sums: Any) -> tuple:
-                def one(index: jax.Array, loaded: tuple) -> tuple:
-                    stage = item * cut.parts + index
+                def one(stage: jax.Array, loaded: tuple) -> tuple:
                     following = scales(stage + 1)
                     wait(stage)
                     for plane, left, right in operands(stage, loaded):
                         plgpu.wgmma(sums[plane], left, right.transpose((1, 0)))
+                        plgpu.wgmma_wait(1)  # more operands at a time do not fit in registers
                     plgpu.wgmma_wait(0)
                     plgpu.commit_smem()
                     fetch(stage + stages)
                     return following
 
-                following = lax.fori_loop(0, cut.parts, one, first)
+                following = lax.fori_loop(first_stage(item), first_stage(item + 1), one, first)
                 return tuple(x[...] for x in sums), following
 
             return pl.run_scoped(scope, *(plgpu.ACC((ROWS, columns), jnp.float32),) * cut.planes)
 
         def emulated_sums(item: jax.Array, first: tuple[jax.Array, ...]) -> tuple:
-            def one(index: jax.Array, carry: tuple) -> tuple:
+            def one(stage: jax.Array, carry: tuple) -> tuple:
                 sums, loaded = list(carry[0]), carry[1]
-                stage = item * cut.parts + index
                 following = scales(stage + 1)
                 wait(stage)
                 for plane, left, right in operands(stage, loaded):
@@ -228,41 +251,55 @@ def _body(
                 return tuple(sums), following
 
             zeros = (jnp.zeros((ROWS, columns), jnp.float32),) * cut.planes
-            return lax.fori_loop(0, cut.parts, one, (zeros, first))
+            return lax.fori_loop(first_stage(item), first_stage(item + 1), one, (zeros, first))
 
-        def emit(item: jax.Array, buffer: jax.Array) -> None:
-            at = locate(item * cut.parts)
-            offset = part * share if settings.split > 1 else 0
-            members = range(settings.groups) if settings.split > 1 else (group,)
+        offset = part * share if settings.split > 1 else 0
+        members = range(settings.groups) if settings.split > 1 else (group,)
+
+        def totals() -> list[jax.Array]:
+            """This warpgroup's share of the sums of each plane."""
             values = []
             for plane in range(cut.planes):
                 loads = [
-                    plgpu.load(smem["sums"].at[buffer, member, plane, pl.ds(offset, share)], layout=layout)
+                    plgpu.load(smem["sums"].at[member, plane, pl.ds(offset, share)], layout=layout)
                     for member in members
                 ]
                 values.append(sum(loads[1:], loads[0]))
+            return values
+
+        def emit(item: jax.Array, values: list[jax.Array]) -> None:
+            number = start + item * stride
+            tile, block = lax.rem(number, jnp.int32(cut.tiles)), lax.div(number, jnp.int32(cut.tiles))
             value = finish(*values).astype(dtype)
             if targeted:
-                there = out.at[:, pl.ds(at.tile * ROWS, ROWS)]
-                put(there, target.at[at.block], offset, value, layout)
+                there = out.at[:, pl.ds(tile * ROWS, ROWS)]
+                put(there, target.at[block], offset, value, layout)
             else:
-                columns_out = pl.ds(lax.div(at.tile, jnp.int32(2)) * DEPTH, DEPTH)
-                there = out.at[pl.ds(at.block * columns, columns), columns_out]
-                put(there, None, offset + lax.rem(at.tile, jnp.int32(2)) * ROWS, value, layout, place)
+                box = blocks_of_box(cut.tiles * ROWS)
+                in_box = box * DEPTH // ROWS
+                columns_out = pl.ds(lax.div(tile, jnp.int32(in_box)) * box * DEPTH, box * DEPTH)
+                there = out.at[pl.ds(block * columns, columns), columns_out]
+                moved = partial(place, blocks=box)
+                put(there, None, offset + lax.rem(tile, jnp.int32(in_box)) * ROWS, value, layout, moved)
 
         def tile(item: jax.Array, loaded: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             sums, following = (emulated_sums if emulated else tile_sums)(item, loaded)
-            buffer = lax.rem(item, jnp.int32(2)) if settings.split > 1 else jnp.int32(0)
+            shared = settings.split > 1
+            if shared:
+                pl.when(item > 0)(lambda: plgpu.barrier_wait(smem["drained"]))
             for plane, value in enumerate(sums):
-                smem["sums"][buffer, group, plane] = value
-            if settings.split > 1:
-                plgpu.barrier_arrive(smem["summed"].at[buffer])
-                plgpu.barrier_wait(smem["summed"].at[buffer])
+                smem["sums"][group, plane] = value
+            if shared:
+                plgpu.barrier_arrive(smem["summed"])
+                plgpu.barrier_wait(smem["summed"])
             else:
                 plgpu.commit_smem()
-            emit(item, buffer)
-            if settings.split == 1:
+            values = totals()
+            if shared:
+                plgpu.barrier_arrive(smem["drained"])
+            else:
                 plgpu.commit_smem()
+            emit(item, values)
             return following
 
         if cut.resident:
@@ -270,7 +307,7 @@ def _body(
             @pl.when(group == 0)
             def _share() -> None:
                 for index in range(smem["rows"].shape[0]):
-                    source = rows_in.at[:, pl.ds(index * DEPTH, DEPTH)]
+                    source = rows_in.at[:, pl.ds(index * width, width)]
                     plgpu.copy_gmem_to_smem(source, smem["rows"].at[index], smem["shared"])
 
         for stage in range(stages):
@@ -280,5 +317,7 @@ def _body(
             plgpu.barrier_wait(smem["shared"])
         items = lax.div(jnp.maximum(total - start + stride - 1, 0), jnp.int32(stride))
         lax.fori_loop(0, items, tile, first)
+        if settings.split > 1:
+            pl.when(items > 0)(lambda: plgpu.barrier_wait(smem["drained"]))
 
     return body

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas import timing
-from pallas.benchmark import Measurement, Peer, compiled, measured_peer
+from pallas.benchmark import Measurement, measured_peer
 from pallas.moe import gate as gates
 from pallas.moe.shapes import CHOSEN, INNER, LATENT
 
@@ -22,16 +22,6 @@ def library(rows: jax.Array, up: jax.Array, down: jax.Array, sizes: jax.Array) -
 
     tiles = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 4}
     run = partial(ragged_dot, group_sizes=sizes, transpose_rhs=True, **tiles)
-    return run(run(rows, up)[:, :INNER], down)
-
-
-@jax.jit
-def plain(rows: jax.Array, up: jax.Array, down: jax.Array, sizes: jax.Array) -> jax.Array:
-    """`jax.lax.ragged_dot` for both products."""
-
-    def run(rows: jax.Array, weights: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot(rows, weights.transpose(0, 2, 1), sizes)
-
     return run(run(rows, up)[:, :INNER], down)
 
 
@@ -54,15 +44,11 @@ def grouped_lines() -> Iterator[Measurement]:
     wide = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes)]
     sizes = jnp.full(EXPERTS, ROWS, jnp.int32)
     mine = x, ids, weights / CHOSEN, packed
-    runs = compiled({"ours": (ours, mine), "plain": (plain, (*wide, sizes))})
-    measured = timing.median_call_us(lambda carry: runs["ours"](carry, *mine[1:]), x, 1, repeats=5, enqueued=3)
+    measured = timing.median_call_us(lambda carry: ours(carry, *mine[1:]), x, 1, repeats=5, enqueued=3)
     floor = 2.0 * rows * 3 * LATENT * INNER / 790e12 * 1e6
 
-    def peer(run: object) -> float:
-        return timing.median_call_us(lambda carry: run(carry, *wide[1:], sizes), wide[0], 1, repeats=3, enqueued=2)  # pyright: ignore
+    def theirs() -> float:
+        return timing.median_call_us(lambda carry: library(carry, *wide[1:], sizes), wide[0], 1, repeats=3, enqueued=2)
 
-    others: tuple[Peer, ...] = (
-        measured_peer("ragged_dot_mgpu, bfloat16, products only", lambda: peer(library)),
-        measured_peer("lax.ragged_dot, bfloat16, products only", lambda: peer(runs["plain"])),
-    )
-    yield Measurement(f"{rows} rows of {EXPERTS} experts", measured, floor, None, others)
+    other = measured_peer("ragged_dot_mgpu, bfloat16, products only", theirs)
+    yield Measurement(f"{rows} rows of {EXPERTS} experts", measured, floor, None, (other,))

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,8 @@ class Options:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; the exit code."""
     options = program.parse(Options, "serving.bench.overhead", arguments)
+    # The service must not outlive the one who started it.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     return program.run(lambda: _compare(options))
 
 

@@ -84,6 +84,7 @@ class AsyncClient:
             else grpc.aio.secure_channel(target, secure, channel.ARGUMENTS)
         )
         self._stub = services.GenerateStub(self._channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._metadata = channel.metadata(token)
         self.timeout, self.retries = timeout, retries
 
@@ -126,7 +127,7 @@ class AsyncClient:
 
     async def health(self) -> str:
         """SERVING or NOT_SERVING."""
-        answer = await self._call(health_pb2_grpc.HealthStub(self._channel).Check, health_pb2.HealthCheckRequest())
+        answer = await self._call(self._health.Check, health_pb2.HealthCheckRequest())
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
     async def abort(self, *request_ids: str) -> list[str]:

@@ -99,6 +99,7 @@ class Client:
             else grpc.secure_channel(target, secure, channel.ARGUMENTS)
         )
         self._stub = services.GenerateStub(self._channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._metadata = channel.metadata(token)
         self.timeout, self.retries = timeout, retries
 
@@ -141,7 +142,7 @@ class Client:
 
     def health(self) -> str:
         """SERVING or NOT_SERVING."""
-        answer = self._call(health_pb2_grpc.HealthStub(self._channel).Check, health_pb2.HealthCheckRequest())
+        answer = self._call(self._health.Check, health_pb2.HealthCheckRequest())
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
     def abort(self, *request_ids: str) -> list[str]:

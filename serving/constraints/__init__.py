@@ -52,7 +52,15 @@ def compile(
     Raises `ConstraintError`, which names the kind and what is wrong with the value.
     """
     vocabulary = vocabulary_of(tokenizer)
-    text = _grammar(kind, value, vocabulary, channel, tools)
+    try:
+        text = _grammar(kind, value, vocabulary, channel, tools)
+    except ConstraintError as error:
+        if error.kind == kind:
+            raise
+        # What is wrong with a schema inside a tag is wrong with the tag.
+        raise ConstraintError(kind, str(error)) from error
+    except RecursionError as error:
+        raise ConstraintError(kind, "the value is nested too deeply") from error
     return GrammarConstraint(vocabulary, vocabulary.matcher(kind, text), kind, channel)
 
 

@@ -9,7 +9,7 @@ may, as long as they do not begin a trigger.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import llguidance
@@ -68,23 +68,31 @@ def _from_structures(value: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": value.get("triggers", []), "tags": tags}
 
 
-def _reachable(form: Mapping[str, Any], opened: str | None) -> dict[str, Any]:
+def _reachable(form: dict[str, Any], opened: str | None) -> dict[str, Any]:
     """Without tags that begin by closing a channel which is not open."""
     if form.get("type") != "triggered_tags":
-        return dict(form)
+        return form
+    triggers, tags = _triggers_and_tags(form)
     closing = control_tokens.CLOSE
+    leaving = [tag for tag in tags if opened is not None and tag["begin"].startswith(closing + opened)]
+    kept = leaving or [tag for tag in tags if not tag["begin"].startswith(closing)] or tags
+    used = [trigger for trigger in triggers if any(tag["begin"].startswith(trigger) for tag in kept)]
+    return {**form, "tags": kept, "triggers": used or triggers}
 
-    def fits(begin: object) -> bool:
-        text = str(begin)
-        return not text.startswith(closing) or (opened is not None and text.startswith(closing + opened))
 
-    tags = [tag for tag in form.get("tags", []) if not isinstance(tag, Mapping) or fits(tag.get("begin"))]
-    if opened is not None:
-        leaving = [tag for tag in tags if isinstance(tag, Mapping) and str(tag.get("begin")).startswith(closing)]
-        tags = leaving or tags
-    begins = [str(tag.get("begin")) for tag in tags if isinstance(tag, Mapping)]
-    triggers = [t for t in form.get("triggers", []) if any(begin.startswith(str(t)) for begin in begins)]
-    return {**form, "tags": tags, "triggers": triggers} if tags else dict(form)
+def _triggers_and_tags(form: Mapping[str, Any]) -> tuple[list[str], list[Mapping[str, Any]]]:
+    """Of triggered tags; both checked."""
+    triggers = _list(form, "triggers", "triggered_tags")
+    if not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        raise ConstraintError(KIND, f"'triggers' is {triggers!r}; expected texts")
+    return list(triggers), _tags(form)
+
+
+def _tags(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    tags = _list(form, "tags", str(form.get("type")))
+    for tag in tags:
+        _field(tag, "begin")
+    return list(tags)
 
 
 class TagRules:
@@ -114,7 +122,7 @@ class TagRules:
         if not isinstance(form, Mapping):
             raise ConstraintError(KIND, f"a format is {form!r}; expected an object with a 'type'")
         kind = form.get("type", "tag" if "begin" in form else None)
-        if kind not in self._formats:
+        if not isinstance(kind, str) or kind not in self._formats:
             raise ConstraintError(KIND, f"the format type {kind!r} is not known; expected {', '.join(self._formats)}")
         return self._formats[kind](form) or '""'
 
@@ -145,16 +153,23 @@ class TagRules:
             raise ConstraintError(KIND, f"a grammar is neither Lark nor GBNF: {error}") from error
         return self._rule("%lark {\n" + text + "\n}")
 
-    def _text(self, excludes: Sequence[str]) -> str:
+    def _text(self, excludes: object) -> str:
         """Text in which no excluded string occurs; control tokens never do."""
         return f"{self._terminal(_without(self._plain(excludes)))}?"
 
-    def _text_until(self, excludes: Sequence[str], end: str) -> str:
+    def _text_until(self, excludes: object, end: str) -> str:
         """Such text up to the first `end`, which is ordinary text: one lexeme, or the text would swallow the end."""
         text = f"({_without(self._plain(excludes))})?" if excludes else "/(?s:.*)/"
         return self._terminal(f"{text} {grammars.literal(end)}", lazy=True)
 
-    def _plain(self, strings: Sequence[str]) -> list[str]:
+    def _plain(self, strings: object) -> list[str]:
+        """Those of the strings that begin with ordinary text. Raises `ConstraintError` unless all are text."""
+        if (
+            isinstance(strings, str)
+            or not isinstance(strings, Iterable)
+            or not all(isinstance(s, str) for s in strings)
+        ):
+            raise ConstraintError(KIND, f"'excludes' is {strings!r}; expected a list of texts")
         return [text for text in strings if text and self._vocabulary.split(text)[0] not in self._vocabulary.control]
 
     def _elements(self, form: Mapping[str, Any]) -> list[str]:
@@ -178,22 +193,21 @@ class TagRules:
         return self._rule(f"{begin} {self.expression(content)} {self._string(end)}")
 
     def _separated(self, form: Mapping[str, Any]) -> str:
-        tags = "(" + " | ".join(self._tag(tag) for tag in _list(form, "tags", "tags_with_separator")) + ")"
+        tags = "(" + " | ".join(self._tag(tag) for tag in _tags(form)) + ")"
         rest = "" if form.get("stop_after_first") else f" ({self._string(_field(form, 'separator'))} {tags})*"
         return tags + rest if form.get("at_least_one") else f"({tags}{rest})?"
 
     # Free text with tags in it.
 
     def _triggered(self, form: Mapping[str, Any]) -> str:
-        triggers = [str(trigger) for trigger in _list(form, "triggers", "triggered_tags")]
-        tags = _list(form, "tags", "triggered_tags")
-        by_trigger = {trigger: [] for trigger in triggers}
+        triggers, tags = _triggers_and_tags(form)
+        by_trigger: dict[str, list[Mapping[str, Any]]] = {}
         for tag in tags:
-            begin = _field(tag, "begin")
+            begin = tag["begin"]
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:
                 raise ConstraintError(KIND, f"no trigger begins {begin!r}; triggers are {', '.join(triggers)}")
-            by_trigger[trigger].append(tag)
+            by_trigger.setdefault(trigger, []).append(tag)
         if form.get("at_least_one"):
             first = "(" + " | ".join(self._tag(tag) for tag in tags) + ")"
             return first if form.get("stop_after_first") else f"{first} {self._dispatch(by_trigger)}"
@@ -243,7 +257,7 @@ def _pattern(text: str) -> str:
     return text.replace("/", r"\/").replace("\n", r"\n")
 
 
-def _field(form: Mapping[str, Any], name: str) -> str:
+def _field(form: object, name: str) -> str:
     if not isinstance(form, Mapping) or not isinstance(form.get(name), str):
         found = form.get(name) if isinstance(form, Mapping) else form
         raise ConstraintError(KIND, f"{name!r} is {found!r}; expected text")

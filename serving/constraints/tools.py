@@ -57,6 +57,7 @@ def _arguments(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(properties, Mapping) or not properties:
         return [{"type": "star", "content": _any_argument()}]
     required = schema.get("required", ())
+    required = required if isinstance(required, Sequence) else ()
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     parts = []
     for key, value in properties.items():

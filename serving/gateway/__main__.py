@@ -37,6 +37,9 @@ class Options:
     """Of the gateway; 0 takes a free one."""
     page_port: int = 30080
     """Of the chat page; 0 takes a free one."""
+    origin: tuple[str, ...] = ()
+    """More origins (http://host:port) from which a browser may call the gateway; needed for the page when --host is not
+    loopback."""
     log_level: str = "warn"
     """Of the gateway."""
 
@@ -53,38 +56,60 @@ def _serve(options: Options, service_flags: list[str]) -> int:
     processes.require_smg()
     if options.worker and (service_flags or options.checkpoint is not None):
         raise program.UsageError("--worker names a running service; its checkpoint and flags cannot be given here")
-    stopping: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: stopping.append(number))
     with contextlib.ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, _stop))
         children: list[subprocess.Popen[str]] = []
         workers = list(options.worker)
         if not workers:
             children.append(stack.enter_context(_service(options, service_flags)))
             workers.append(processes.service_address(children[0]))
         port = options.port or processes.free_port(options.host)
-        url = f"http://{options.host}:{port}"
-        page = PageServer(options.host, options.page_port, url)
+        page = _page(options, port)
         stack.callback(page.stop)
-        page.start()
-        command = processes.gateway_command(
-            workers,
-            host=options.host,
-            port=port,
-            metrics_port=processes.free_port(),
-            origins=(page.url, page.url.replace("127.0.0.1", "localhost")),
-            log=options.log_level,
-        )
-        children.append(stack.enter_context(processes.running(command, stdout=sys.stderr, start_new_session=True)))
+        children.append(stack.enter_context(_gateway(options, workers, port, page)))
+        url = f"http://{_reachable(options.host)}:{port}"
         models = processes.wait_for_models(url, children)
         print(f"ready {url} {page.url}", flush=True)
-        print(
-            f"serving {', '.join(models)}: OpenAI base URL {url}/v1, chat page {page.url}", file=sys.stderr, flush=True
-        )
-        died = processes.watch(children, lambda: bool(stopping))
-    if died is None:
-        return 0
+        where = f"OpenAI base URL {url}/v1, chat page {page.url}"
+        print(f"serving {', '.join(models)}: {where}", file=sys.stderr, flush=True)
+        died = processes.wait_for_end(children)
     raise processes.ChildDied(f"{processes.named(died)} ended with code {died.returncode}")
+
+
+def _stop(number: int, frame: object) -> None:
+    """Ends everything, once: a second signal must not cut the service's drain short."""
+    for later in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(later, signal.SIG_IGN)
+    sys.exit(0)
+
+
+def _reachable(host: str) -> str:
+    """Where something that listens on `host` is found from here."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
+def _page(options: Options, port: int) -> PageServer:
+    # A page that is served on every address finds the gateway on the one that it came from.
+    host = "" if _reachable(options.host) != options.host else f"http://{options.host}"
+    page = PageServer(options.host, options.page_port, f"{host}:{port}")
+    page.start()
+    return page
+
+
+def _gateway(
+    options: Options, workers: list[str], port: int, page: PageServer
+) -> "contextlib.AbstractContextManager[subprocess.Popen[str]]":
+    command = processes.gateway_command(
+        workers,
+        host=options.host,
+        port=port,
+        metrics_port=processes.free_port(),
+        origins=(page.url, page.url.replace("127.0.0.1", "localhost"), *options.origin),
+        log=options.log_level,
+    )
+    # Its banner must not stand before the line that says where it is.
+    return processes.running(command, stdout=sys.stderr, start_new_session=True)
 
 
 def _service(options: Options, service_flags: list[str]) -> "contextlib.AbstractContextManager[subprocess.Popen[str]]":

@@ -10,7 +10,10 @@ FILES = ("index.html", "chat.js", "style.css")
 
 
 def contents(gateway: str) -> dict[str, tuple[str, bytes]]:
-    """Path -> type and bytes of everything that is served. `gateway` is its URL as the browser sees it."""
+    """Path -> type and bytes of everything that is served.
+
+    `gateway` is its URL as the browser sees it, or `:port` on the page's own host.
+    """
     folder = importlib.resources.files("serving.gateway") / "page"
     files = {f"/{name}": (TYPES[name.rpartition(".")[2]], (folder / name).read_bytes()) for name in FILES}
     config = ("application/json", json.dumps({"gateway": gateway}).encode())

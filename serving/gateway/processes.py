@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 PARSER = "kimi_k3"
 """What smg calls K3's reasoning and tool-call syntax."""
@@ -106,11 +106,10 @@ def _models(url: str) -> list[str]:
         return []
 
 
-def watch(processes: Sequence["subprocess.Popen[str]"], stopped: Callable[[], bool]) -> "subprocess.Popen[str] | None":
-    """Waits until one of the processes ends, which is returned, or `stopped` says so."""
-    while not stopped():
+def wait_for_end(processes: Sequence["subprocess.Popen[str]"]) -> "subprocess.Popen[str]":
+    """Waits until one of the processes ends, and returns it."""
+    while True:
         for process in processes:
             if process.poll() is not None:
                 return process
         time.sleep(0.2)
-    return None

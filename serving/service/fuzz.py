@@ -1,6 +1,6 @@
 """Mutated requests against a service: none may crash it, and each refusal must name what is wrong.
 
-python -m serving.service.fuzz --target 127.0.0.1:50051 --requests 100000
+python -m serving.service.fuzz --requests 100000
 """
 
 import collections
@@ -16,6 +16,7 @@ from grpc import StatusCode
 from k3jax import program
 from serving.client.errors import ServiceError
 from serving.protocol import messages, services
+from serving.service.own_server import own_server
 
 REFUSALS = (StatusCode.INVALID_ARGUMENT, StatusCode.UNIMPLEMENTED, StatusCode.RESOURCE_EXHAUSTED)
 """What a bad request may be answered with."""
@@ -29,11 +30,12 @@ class Flags:
     """Sends mutated requests of both protocols to a service; exit code 1 if any was answered as none should be.
 
     Examples:
-      python -m serving.service.fuzz --target 127.0.0.1:50051 --requests 100000
+      python -m serving.service.fuzz --requests 100000
+      python -m serving.service.fuzz --target 127.0.0.1:50051
     """
 
-    target: str = "127.0.0.1:50051"
-    """host:port of the service; one that nobody else needs."""
+    target: str | None = None
+    """host:port of a service that nobody else needs. Default: one of the shipped model is started."""
     requests: int = 10_000
     seed: int = 0
 
@@ -141,12 +143,20 @@ def run(channel: grpc.Channel, requests: int, seed: int) -> tuple[collections.Co
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; the exit code."""
     flags = program.parse(Flags, "serving.service.fuzz", arguments)
-    return program.run(lambda: fuzz(flags))
+    return program.run(lambda: start(flags))
 
 
-def fuzz(flags: Flags) -> int:
+def start(flags: Flags) -> int:
+    """Against the target, or a server of its own."""
+    if flags.target is not None:
+        return fuzz(flags, flags.target)
+    with own_server() as server:
+        return fuzz(flags, server.target)
+
+
+def fuzz(flags: Flags, target: str) -> int:
     """Sends, counts and prints."""
-    with grpc.insecure_channel(flags.target) as channel:
+    with grpc.insecure_channel(target) as channel:
         counts, wrong = run(channel, flags.requests, flags.seed)
     for line in wrong[:20]:
         print(line, file=sys.stderr)

@@ -56,6 +56,8 @@ class Generator:
                         if not job.started and any(output.tokens for output in outputs):
                             self.jobs.started(job)
                         account.add(choice, outputs)
+                        if job.refusal is not None:
+                            raise job.refusal
                         _require_normal_end(outputs[-1].final, job.streams[choice])
                         yield choice, outputs
                 ending = account.reason
@@ -82,12 +84,15 @@ class Generator:
     async def _submit(self, job: Job, requests: list[Request]) -> None:
         """Hands all choices to the engine."""
         for request in requests:
+            job.entering = asyncio.current_task()
             try:
                 stream = await self.engine.submit(request)
             except RequestError as error:
                 raise invalid(_field_of(error), str(error)) from error
             except QueueFull as error:
                 raise busy(str(error), 1.0) from error
+            finally:
+                job.entering = None
             # A write that waits for its reader cannot be called off, but it need not count any more.
             stream.on_drop = lambda: self.jobs.leave(job)
             job.streams.append(stream)

@@ -27,8 +27,12 @@ class Job:
     """Whether a token has come."""
     aborted: bool = False
     """Whether its client wished it to end."""
-    task: "asyncio.Task[object] | None" = dataclasses.field(default_factory=asyncio.current_task)
-    """Serves the call; None once the call has ended."""
+    inside: bool = True
+    """Whether the call has not ended."""
+    refusal: Refusal | None = None
+    """The status with which the service ends the call."""
+    entering: "asyncio.Task[object] | None" = None
+    """Serves the call, while it waits for the engine to take it in."""
 
     def abort(self) -> None:
         """Ends all choices as the client wishes: the call ends normally, with the reason "abort"."""
@@ -37,9 +41,16 @@ class Job:
             stream.cancel()
 
     def refuse(self, refusal: Refusal) -> None:
-        """Ends the call with a status, whatever it waits for: the engine, or a reader that does not read."""
-        if self.task is not None:
-            self.task.cancel(refusal)
+        """Ends the call with a status, without the engine's help.
+
+        A write is never cancelled: the status could not follow it then, and the client would take what it has for all.
+        """
+        self.refusal = Refusal(refusal.code, refusal.text, *refusal.details)
+        if self.entering is not None:
+            self.entering.cancel(self.refusal)
+        for stream in self.streams:
+            stream.cancel()
+            stream.fail(self.refusal)
 
 
 class Jobs:
@@ -115,12 +126,12 @@ class Jobs:
 
     def leave(self, job: Job) -> None:
         """A call has ended, one way or another, or need not be waited for. The second time does nothing."""
-        if job.task is None:
+        if not job.inside:
             return
+        job.inside = False
         if not job.started:
             self.started(job)
         del self._jobs[job.id]
-        job.task = None
         self._sequences -= job.choices
         self._seconds += 0.1 * (time.monotonic() - job.arrival - self._seconds)
         if not self._jobs:

@@ -21,6 +21,8 @@ CHUNK = 2048
 """Blocks per message of a snapshot."""
 KEPT, QUEUED = 1024, 1024
 """Batches that a subscriber can catch up on, and that may wait for one."""
+HEARTBEAT_SECONDS = 2.0
+"""A subscriber hears so often how busy the engine is; routers take silence for death."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -150,15 +152,28 @@ class Publisher:
         queue: asyncio.Queue[shared.KvEventBatch | None] = asyncio.Queue(QUEUED)
         earlier = self._since(start)
         self._subscribers.add(queue)
+        sequence = max(start - 1, 0)
         try:
-            for batch in self._snapshot() if earlier is None else earlier:
-                yield batch
+            following = self._snapshot() if earlier is None else earlier
             while True:
-                following = await queue.get()
-                for batch in self._snapshot() if following is None else [following]:
+                for batch in following:
+                    sequence = batch.sequence_number
                     yield batch
+                following = await self._news(queue, sequence)
         finally:
             self._subscribers.discard(queue)
+
+    async def _news(
+        self, queue: "asyncio.Queue[shared.KvEventBatch | None]", sequence: int
+    ) -> list[shared.KvEventBatch]:
+        """The next batch, or a record of the load alone when there is none for a while."""
+        try:
+            batch = await asyncio.wait_for(queue.get(), HEARTBEAT_SECONDS)
+        except TimeoutError:
+            record = self._load()
+            record.load_only = True
+            return [shared.KvEventBatch(sequence_number=sequence, timestamp=time.time(), dp_rank=0, load=record)]
+        return self._snapshot() if batch is None else [batch]
 
     def _since(self, start: int) -> list[shared.KvEventBatch] | None:
         oldest = self._latest[0].sequence_number if self._latest else self._sequence + 1

@@ -68,10 +68,13 @@ async def run(options: ServiceOptions, loading: Loading, metrics_port: int) -> i
     with contextlib.ExitStack() as stack:
         if metrics_port:
             stack.callback(metrics.serve(options.host, metrics_port)[1])
-        ready = await prepare(service, signals, lambda: load(loading, options, metrics))
-        if ready:
-            print(f"ready {options.host}:{service.port}", flush=True)
-            await first_of(signals.first.wait(), service.failed.wait())
+        try:
+            await prepare(service, signals, lambda: load(loading, options, metrics))
+        except BaseException:
+            await service.stop()
+            raise
+        print(f"ready {options.host}:{service.port}", flush=True)
+        await first_of(signals.first.wait(), service.failed.wait())
         if service.failed.is_set():
             end_at_once(service)
         complete = await service.drain(options.drain_seconds, signals.second)
@@ -80,8 +83,8 @@ async def run(options: ServiceOptions, loading: Loading, metrics_port: int) -> i
     return 0 if complete else 1
 
 
-async def prepare(service: Service, signals: "Signals", build: Callable[[], tuple[Engine, ModelCard]]) -> bool:
-    """Builds the engine in a thread, while health is answered already; False when a signal came first."""
+async def prepare(service: Service, signals: "Signals", build: Callable[[], tuple[Engine, ModelCard]]) -> None:
+    """Builds the engine in a thread, while health is answered already. A signal meanwhile ends the process."""
     building = asyncio.ensure_future(asyncio.to_thread(build))
     stopping = asyncio.ensure_future(signals.first.wait())
     await asyncio.wait({building, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -94,7 +97,6 @@ async def prepare(service: Service, signals: "Signals", build: Callable[[], tupl
     engine, card = building.result()
     engine.start()
     await service.attach(engine, card)
-    return True
 
 
 class Signals:

@@ -112,6 +112,8 @@ def serve(flags: Flags) -> int:
     request_log.set_up(flags.log_format, flags.log_level)
     if flags.checkpoint is not None:
         program.require_path(flags.checkpoint, "checkpoint")
+    if flags.draft not in ("none", "auto", "ngram"):
+        program.require_path(Path(flags.draft), "draft")
     options, sizes = service_options(flags), engine_sizes(flags)
     if flags.otlp_endpoint is not None:
         tracing.set_up(flags.otlp_endpoint)
@@ -129,12 +131,19 @@ def serve(flags: Flags) -> int:
 def engine_sizes(flags: Flags) -> "Sizes":
     """The engine's settings. Raises `UsageError`."""
     from serving.launch import Sizes
+    from serving.retention import Retention, RetentionError
 
     at_least_one = ("max_num_seqs", "max_prefill_tokens", "prefix_match_unit", "page_size", "queue_limit")
     for name in (*at_least_one, "state_slots", "pages", "max_length"):
         value = getattr(flags, name)
         if value is not None and value < 1:
             raise program.UsageError(f"--{name.replace('_', '-')} is {value}, expected at least 1")
+    try:
+        Retention.parse(flags.retention).check(flags.prefix_match_unit)
+    except RetentionError as error:
+        raise program.UsageError(f"--retention: {error}") from error
+    if flags.eviction.partition("=")[0] not in ("flop", "lru"):
+        raise program.UsageError(f"--eviction is {flags.eviction!r}, expected flop, flop=ALPHA or lru")
     return Sizes(
         rows=flags.max_num_seqs,
         max_length=flags.max_length,

@@ -66,7 +66,7 @@ async def abort(context: Context, refusal: Refusal, request_id: str = "") -> Non
 
 
 def refusal_in(error: asyncio.CancelledError) -> Refusal | None:
-    """Why the service itself cancelled a call (see `Job.refuse`); None when the client did."""
+    """Why the service itself called off a call that was waiting to enter; None when the client hung up."""
     reason = error.args[0] if error.args else None
     return reason if isinstance(reason, Refusal) else None
 

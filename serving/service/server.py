@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -47,7 +48,7 @@ class Service:
         self.failed = asyncio.Event()
         """Set when the engine has crashed or stands still; the process should end."""
         self.failure = ""
-        self._health = health.aio.HealthServicer()
+        self._health: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._door = Door()
         self._unlisten: Callable[[], None] = lambda: None
         self._watch: asyncio.Task[None] | None = None

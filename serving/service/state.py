@@ -60,9 +60,11 @@ class EngineState:
     def _loads(self) -> Loads:
         """The engine's load, at most a second old: its rate of tokens is measured between two looks."""
         now = time.monotonic()
-        if self._latest is None or now - self._looked >= 1.0:
-            self._latest, self._looked = self.core.loads(), now
-        return self._latest
+        if self._latest is not None and now - self._looked < 1.0:
+            return self._latest
+        fresh: Loads = self.core.loads()
+        self._latest, self._looked = fresh, now
+        return fresh
 
     def load(self) -> worker.SchedulerLoad:
         """The load record of `GetLoads`."""
@@ -86,7 +88,14 @@ class EngineState:
         """The load record that goes with cache events."""
         record = self.load()
         self._samples += 1
+        silence = int(1000 * (time.monotonic() - self.engine.beat)) if len(self.jobs) else None
         return shared.EngineLoad(
+            engine_silence_ms=silence,
+            engine_reports_steps=True,
+            prefill_pending_tokens=self.jobs.waiting_tokens,
+            cache_hit_rate=record.cache_hit_rate,
+            num_used_tokens=record.num_used_tokens,
+            max_total_num_tokens=record.max_total_num_tokens,
             running_requests=record.num_running_reqs,
             waiting_requests=record.num_waiting_reqs,
             waiting_uncached_tokens=record.num_waiting_uncached_tokens,

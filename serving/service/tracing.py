@@ -11,7 +11,7 @@ from serving.service.refusals import Context
 @functools.cache
 def _api() -> Any:
     try:
-        from opentelemetry import propagate, trace
+        from opentelemetry import propagate, trace  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
     return propagate, trace
@@ -57,11 +57,11 @@ def span(context: Context, request_id: str, protocol: str, prompt_tokens: int) -
 def set_up(endpoint: str, service_name: str = "k3jax") -> None:
     """Sends spans to an OTLP collector at `endpoint`. Raises `RuntimeError` when the extra is not installed."""
     try:
-        from opentelemetry import trace
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry import trace  # pyright: ignore[reportMissingImports]
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # pyright: ignore[reportMissingImports]
+        from opentelemetry.sdk.resources import Resource  # pyright: ignore[reportMissingImports]
+        from opentelemetry.sdk.trace import TracerProvider  # pyright: ignore[reportMissingImports]
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise RuntimeError(f"--otlp-endpoint needs OpenTelemetry ({error}); install k3jax[tracing]") from error
     provider = TracerProvider(resource=Resource.create({"service.name": service_name}))

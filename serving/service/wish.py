@@ -178,7 +178,8 @@ async def _constraints(wish: Wish, card: ModelCard) -> list[Constraint | None]:
 
     def compiled() -> list[Constraint | None]:
         channel = None if wish.from_first_token else constraints.channel_of(card.tokenizer, wish.tokens)
-        return [constraints.compile(kind, value, card.tokenizer, channel=channel) for _ in range(wish.n)]
+        one_each = (constraints.compile(kind, value, card.tokenizer, channel=channel) for _ in range(wish.n))
+        return list[Constraint | None](one_each)
 
     try:
         return await asyncio.to_thread(compiled)

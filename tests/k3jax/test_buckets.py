@@ -25,9 +25,18 @@ def test_page_tables_are_few_and_never_wider_than_the_longest_sequence():
     for tokens in (1, 64, 65, 256, 257, 4000, 30000, 700000):
         assert buckets.table_width(tokens, 1 << 20) * buckets.PAGE_SIZE >= tokens
     assert buckets.table_width(257, 600) == 10
-    assert buckets.table_width(1, 64) == buckets.NARROWEST
+    assert buckets.table_width(1, 64) == 1
+    assert buckets.table_width(1, 1 << 20) == buckets.NARROWEST
 
 
 @pytest.mark.parametrize(("count", "least", "wanted"), [(1, 1, 1), (3, 1, 4), (4, 1, 4), (5, 1, 8), (3, 32, 32)])
 def test_powers_of_two(count, least, wanted):
     assert buckets.power_of_two(count, least) == wanted
+
+
+def test_prompts_of_up_to_2000_tokens_run_through_five_programs():
+    lengths = range(1, 2001)
+    widths = {length: buckets.table_width(length + 256, 1 << 20) for length in lengths}
+    shapes = {(chunk.size, widths[length]) for length in lengths for chunk in buckets.chunks(length)}
+    assert len(shapes) <= 5
+    assert max(len(list(buckets.chunks(length))) for length in lengths) <= 8

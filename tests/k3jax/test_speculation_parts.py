@@ -21,7 +21,7 @@ def softmax(x):
 
 
 def state(history, running=(1, 1)):
-    count = np.asarray(running, np.int32)
+    count = jnp.asarray(running, jnp.int32)
     rows = Rows(count, count[:, None], count * 0 + 7, count)
     return SpeculativeState(K3Cache(()), (), rows, count, count * 9, history)
 

@@ -1,3 +1,5 @@
+import inspect
+
 import pytest
 
 from pallas.dispatch import require_gpu, select
@@ -37,8 +39,9 @@ def test_a_served_name_leaves_no_note(caplog):
 
 
 def test_an_unknown_name_is_refused():
+    unchecked = inspect.unwrap(select)  # the tests' type checks would refuse it first
     with pytest.raises(ValueError, match=r"'cuda' is unknown; choose one of mosaic, triton, xla"):
-        select("cuda", xla=portable)
+        unchecked("cuda", xla=portable)
 
 
 def test_all_refusals_are_reported():

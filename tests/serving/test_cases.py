@@ -10,9 +10,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-ENGINE, CORE, SPEC, TIER = ("serving/test_engine.py", "serving/test_core.py", "serving/test_speculation.py", "serving/test_tiering.py")
-FIELDS, MORE, MESH, MODEL = ("serving/test_request_fields.py", "serving/test_more_cases.py", "serving/test_mesh.py", "k3jax/test_model.py")
-PREFILL, DECODE, DRAFTS, STEP = ("pallas/kda/test_prefill.py", "pallas/kda/test_decode.py", "k3jax/test_dspark.py", "k3jax/test_speculate.py")
+ENGINE, CORE, SPEC, TIER = (
+    "serving/test_engine.py",
+    "serving/test_core.py",
+    "serving/test_speculation.py",
+    "serving/test_tiering.py",
+)
+FIELDS, MORE, MESH, MODEL = (
+    "serving/test_request_fields.py",
+    "serving/test_more_cases.py",
+    "serving/test_mesh.py",
+    "k3jax/test_model.py",
+)
+PREFILL, DECODE, DRAFTS, STEP = (
+    "pallas/kda/test_prefill.py",
+    "pallas/kda/test_decode.py",
+    "k3jax/test_dspark.py",
+    "k3jax/test_speculate.py",
+)
 
 CASES = {
     "1": (ENGINE, "test_repeat_hits_and_says_the_same"),
@@ -57,8 +72,8 @@ CASES = {
     "38": (PREFILL, "test_all_lengths_in_one_call"),
     "39": (MORE, "test_slots_and_pages_are_arguments"),
     "40": (MORE, "test_the_router_chooses_in_float32"),
-    "41": "no preset spreads one sequence over devices yet; what it would be made of is `tests/pallas/kda/test_affine.py`",
-    "42": "the engine packs no documents into one sequence: each row has a slot of its own, and D.1 20 keeps them apart",
+    "41": "no preset spreads one sequence over devices; its parts are in `tests/pallas/kda/test_affine.py`",
+    "42": "the engine packs no documents into one sequence: each row has a slot of its own (D.1 20)",
     "43": (MORE, "test_attention_knows_no_positions"),
     "44": (MORE, "test_experts_work_on_the_latent_width"),
     "45": ("k3jax/test_config.py", "test_every_problem_is_named_at_once"),

@@ -43,6 +43,20 @@ def test_flop_aware_keeps_what_saves_most(make_cache):
     assert 2 not in lengths(cache)
 
 
+def test_efficiency_buys_time_and_not_eternity(make_cache):
+    """A long prefix outlives short ones that are younger, but not any number of them."""
+    cache = make_cache(slots=6, pages=64, alpha=4.0)
+    admit(cache, [40] * 40, 40, 0.0)
+    gone = None
+    for now in range(1, 200):
+        admit(cache, [now + 50] * 6, 6, float(now))
+        if 40 not in lengths(cache):
+            gone = now
+            break
+    assert gone is not None
+    assert gone > 10, "as soon as LRU would have dropped it"
+
+
 def test_efficiency_counts_what_the_state_adds(make_cache):
     cache = make_cache()
     admit(cache, [1] * 8, 8, 0.0)

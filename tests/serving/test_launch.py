@@ -78,7 +78,9 @@ def test_the_plan_is_what_is_allocated(model):
     assert each.weights == model.weight_bytes
     assert each.pools(PAGES, SLOTS) == model.new_cache(SLOTS - 1, PAGES - 1, PAGE).nbytes
     first, *rest = describe(CacheOptions(pages=PAGES, slots=SLOTS, page_size=PAGE, unit=4), each, rows=4)
-    assert first.startswith(f"per device, of 1: {(each.weights + 4 * each.row + each.pools(PAGES, SLOTS)) / 2**20:.1f} MiB")
+    assert first.startswith(
+        f"per device, of 1: {(each.weights + 4 * each.row + each.pools(PAGES, SLOTS)) / 2**20:.1f} MiB"
+    )
     assert len(rest) == 2
 
 

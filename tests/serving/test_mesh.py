@@ -16,7 +16,6 @@ from k3jax.speculation.drafters import Draft, NgramDrafter
 from serving.retention import Retention
 from tests.serving.model_fixtures import CHUNK, build_core, build_draft, build_runner, prompt, request, serve
 
-
 pytestmark = pytest.mark.slow
 
 
@@ -25,7 +24,7 @@ def config(tiny_config):
     """As the engine's other tests, with heads that two devices can share."""
     kda = dataclasses.replace(tiny_config.kda, num_heads=4)
     mla = dataclasses.replace(tiny_config.mla, num_heads=4)
-    return dataclasses.replace(tiny_config, num_layers=2, mla_layers=(1,), attn_res_block_size=2, kda=kda, mla=mla)
+    return dataclasses.replace(tiny_config, num_layers=3, mla_layers=(1,), attn_res_block_size=2, kda=kda, mla=mla)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +89,9 @@ def test_nothing_is_compiled_after_warm_up(spread):
     tokens = prompt(13, 20)
     before = spread.compilations
     fields = {"logprobs": 2, "prompt_logprobs": 1, "logit_bias": {3: 1.0}, "min_tokens": 2}
-    serve(build_core(spread), request(tokens), request(tokens, 5, temperature=1.0, frequency_penalty=0.5, fields=fields))
+    serve(
+        build_core(spread), request(tokens), request(tokens, 5, temperature=1.0, frequency_penalty=0.5, fields=fields)
+    )
     assert spread.compilations == before
 
 

@@ -146,7 +146,7 @@ def test_experts_work_on_the_latent_width(tiny_config):
     """D.2 44: 3584, not 7168; the tests' own configuration tells the two apart as well."""
     for settings, latent, hidden in ((config.k3(), 3584, 7168), (tiny_config, tiny_config.moe.latent_size, 128)):
         assert latent != hidden
-        ffn = params.model_specs(settings)["layers"][str(settings.num_layers - 1)]["ffn"]
+        ffn = params.layer_specs(settings, settings.num_layers - 1)["ffn"]
         assert (ffn["latent_down"].shape, ffn["latent_up"].shape) == ((latent, hidden), (hidden, latent))
         width = ffn["experts"]["gate_up_packed"].shape[-1]
         assert 2 * width == latent

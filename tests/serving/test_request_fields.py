@@ -81,7 +81,10 @@ def test_a_constraint_holds_for_every_token(model, any_runner):
 def test_constrained_and_free_rows_share_a_batch(model, any_runner, alone):
     tokens = [prompt(seed, 9 + seed) for seed in range(4)]
     sets = [set(range(60)) for _ in range(6)]
-    items = [request(t, 9, fields={"constraint": Listed(sets, model.config.vocab_size)} if n % 2 else {}) for n, t in enumerate(tokens)]
+    items = [
+        request(t, 9, fields={"constraint": Listed(sets, model.config.vocab_size)} if n % 2 else {})
+        for n, t in enumerate(tokens)
+    ]
     served = serve(build_core(any_runner), *items)
     for n, (said, given) in enumerate(zip(served.said, tokens, strict=True)):
         assert (max(said) < 60 and len(said) == 6) if n % 2 else said == alone(given, 9)
@@ -91,7 +94,9 @@ def test_constrained_sampling_is_within_the_mask(model, any_runner):
     """With temperature and a seed, 20 seeds, several at a time."""
     sets = [set(range(n, 250, 7)) for n in range(5)]
     items = [
-        request(prompt(2, 11), 5, fields={"constraint": Listed(sets, model.config.vocab_size)}, temperature=1.0, seed=seed)
+        request(
+            prompt(2, 11), 5, fields={"constraint": Listed(sets, model.config.vocab_size)}, temperature=1.0, seed=seed
+        )
         for seed in range(20)
     ]
     served = serve(build_core(any_runner), *items)
@@ -106,7 +111,9 @@ def test_a_preempted_constraint_goes_on_where_it_stood(model, any_runner):
     items = [request(t, 20, fields={"constraint": Listed(sets, model.config.vocab_size)}) for t in prompts]
     together = serve(core, *items)
     assert core.counters.preemptions > 0
-    solo = [ask(build_core(any_runner), t, 20, constraint=Listed(sets, model.config.vocab_size)).said[0] for t in prompts]
+    solo = [
+        ask(build_core(any_runner), t, 20, constraint=Listed(sets, model.config.vocab_size)).said[0] for t in prompts
+    ]
     assert together.said == solo
 
 

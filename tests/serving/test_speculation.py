@@ -10,7 +10,6 @@ from serving.runner import tokens_per_step
 from tests.serving.model_fixtures import (
     CHUNK,
     build_core,
-    build_draft,
     build_runner,
     prompt,
     request,
@@ -78,8 +77,47 @@ def test_logprobs_come_with_their_tokens(drafting, runner):
     np.testing.assert_allclose(drafted.logprobs, plain.logprobs, atol=2e-4)
 
 
-def test_a_drafter_without_pages_is_refused(model):
+class OtherDrafter:
+    """Proposes and learns, but cannot be told of a cached prefix."""
+
+    def propose(self, *args):
+        raise AssertionError
+
+    def extend(self, *args):
+        raise AssertionError
+
+
+def test_drafters(model):
+    other = dataclasses.replace(model, draft=Draft(OtherDrafter(), ()))
+    with pytest.raises(NotImplementedError, match="OtherDrafter is not served"):
+        tokens_per_step(other)
     ngram = dataclasses.replace(model, draft=Draft(NgramDrafter(3), ()))
-    with pytest.raises(NotImplementedError, match="NgramDrafter is not served"):
-        tokens_per_step(ngram)
-    assert tokens_per_step(model) == 1
+    assert (tokens_per_step(model), tokens_per_step(ngram)) == (1, 4)
+
+
+@pytest.mark.slow
+def test_prompt_lookup(model, alone):
+    """Its context is the text of each row: rows of different lengths, hits, preemption and constraints beside it."""
+    runner = build_runner(dataclasses.replace(model, draft=Draft(NgramDrafter(3), ())), shapes=(CHUNK,))
+    core = build_core(runner)
+    prompts = [prompt(0, 3), prompt(3, 18), prompt(5, 28), [7, 8, 9] * 6]
+    lengths = [4, 13, 7, 10]
+    for _ in range(2):
+        served = serve(core, *map(request, prompts, lengths))
+        assert served.said == list(map(alone, prompts, lengths))
+    assert served.final[2].cached_tokens == 24
+    longer = [*prompts[2], *served.said[2], *prompt(9, 6)]
+    assert serve(core, request(longer, 9)).said == [alone(longer, 9)]
+    tight = build_core(runner, pages=12, output_reserve=0.0)
+    long = [prompt(seed, 17) for seed in (10, 11, 12)]
+    assert serve(tight, *(request(tokens, 20) for tokens in long)).said == [alone(tokens, 20) for tokens in long]
+    assert tight.counters.preemptions > 0
+    # A row that starts from a cached prefix is told its text.
+    core.submit(item := request(longer, 9))
+    core.step()
+    (running,) = core.scheduler.running
+    assert running.cached_tokens >= 28
+    assert np.asarray(runner.state.text)[running.row, : len(longer)].tolist() == longer
+    core.cancel(item.id)
+    core.run()
+    core.check_books()

@@ -178,6 +178,8 @@ async function send(event) {
 async function start() {
   try {
     gateway = (await (await fetch("config.json")).json()).gateway;
+    // A port alone: on the host that this page came from.
+    if (gateway.startsWith(":")) gateway = `${location.protocol}//${location.hostname}${gateway}`;
     const models = await (await fetch(`${gateway}/v1/models`)).json();
     model = models.data[0].id;
     $("model").textContent = model;

@@ -112,6 +112,25 @@ def test_a_run_may_resume(target, config, texts):
         np.testing.assert_array_equal(mine, theirs)
 
 
+def test_texts_may_stay_on_the_device(target, config, texts):
+    recipe = draft_run.Recipe(steps=3, anchors=4)
+    resident = dataclasses.replace(recipe, resident=True)
+    results = [
+        [float(result.loss) for _, result in draft_run.train(target, config, draft_run.create(config, 0), texts, r, 4)]
+        for r in (recipe, resident)
+    ]
+    assert len(results[0]) == 3
+    np.testing.assert_allclose(*results, rtol=1e-5)
+    memory = draft_run.remember(target, config, texts[:6], 4)
+    np.testing.assert_array_equal(memory.ids, texts[:6])
+
+
+def test_a_schedule_may_end_with_the_time(target, config, texts):
+    recipe = draft_run.Recipe(steps=10**6, seconds=0.5, anchors=4)
+    taken = sum(1 for _ in draft_run.train(target, config, draft_run.create(config, 0), texts, recipe, 4))
+    assert 1 <= taken < 10_000
+
+
 def test_anchors_are_distinct_and_have_a_label():
     anchors = draft_run.draw_anchors(np.random.default_rng(0), 5, 12, 40)
     assert anchors.shape == (5, 11)

@@ -43,14 +43,14 @@ def test_windows_lie_inside_files_of_their_kind(prepared, split, kind, first):
 def test_texts_mix_python_prose_and_chat(prepared):
     texts = prepared.texts(np.random.default_rng(0), 16, 40)
     assert texts.shape == (16, 40)
-    assert (texts == 7).all(axis=1).sum() == 4
+    assert (texts == 7).all(axis=1).sum() == 2
     with pytest.raises(ValueError, match="no training file of prose with 80 tokens"):
         prepared.windows(np.random.default_rng(0), 1, 80, split="training", kind="prose")
     assert prepared.mixed(np.random.default_rng(0), 4, 80).shape == (4, 80)  # Python stands in
 
 
 @pytest.mark.slow
-def test_a_draft_is_trained_saved_resumed_and_measured(prepared, tiny_config, random_tree, tmp_path):
+def test_a_draft_is_trained_saved_resumed_and_measured(prepared, tiny_config, random_tree, tmp_path, monkeypatch):
     config = dataclasses.replace(
         tiny_config, num_layers=2, mla_layers=(1,), vocab_size=64, bos_token_id=60, eos_token_id=62, pad_token_id=63
     )
@@ -68,15 +68,14 @@ def test_a_draft_is_trained_saved_resumed_and_measured(prepared, tiny_config, ra
     assert np.load(tmp_path / draft_program.TEXTS).shape == (6, 24)
     assert json.loads((tmp_path / "draft" / "config.json").read_text())["markov_head_type"] == "rnn"
     draft = api.load_draft(tmp_path / "draft", model)
-    protocol = draft_acceptance.Protocol(rows=3, prompt=16, tokens=12)
+    protocol = draft_acceptance.Protocol(rows=3, prompt=16, long_prompt=70, tokens=12)
+    monkeypatch.setattr(Prepared, "requests", lambda *_: ([[1, 2, 3]], (61,)))  # the fixture has no tokenizer
     measured = draft_acceptance.measure(model, draft, prepared, protocol)
-    assert measured.keys() == {"python", "prose"}
-    assert all(1 <= length <= 4 for by_rule in measured.values() for length in by_rule.values())
-    oracle = draft_acceptance.acceptance_length(
-        model,
-        draft,
-        "block",
-        prepared.windows(np.random.default_rng(0), 2, 16, split="training", kind="python"),
-        dataclasses.replace(protocol, temperature=1e4),
-    )
-    assert oracle > 3.5  # both distributions are flat, so nearly every token stands
+    assert measured["block"].keys() == {"python", "python, long context", "prose", "requests"}
+    for by_task in measured.values():
+        for task in by_task.values():
+            assert 1 <= task["acceptance_length"] <= 4
+            assert task["acceptance_length"] == pytest.approx(1 + sum(task["survival"]), abs=2e-3)
+    hot = dataclasses.replace(protocol, temperature=1e4)
+    flat = draft_acceptance.accepted(model, draft, "block", {"any": draft_acceptance.Task([[1, 2, 3]] * 2)}, hot)
+    assert flat["any"].acceptance_length > 3.5  # both distributions are flat, so nearly every token stands

@@ -40,7 +40,7 @@ def test_matmul(dtype, bound):
 def test_project_contracts_several_axes(tokens):
     """Few rows and many take different ways to the same sum."""
     x, weights = draw(tokens, 30, 24, jnp.float32)
-    actual = gemv.project(x.reshape(2, tokens // 2, 4, 6), weights.reshape(5, 3, 2, 4, 6), contract=2)
+    (actual,) = gemv.project(x.reshape(2, tokens // 2, 4, 6), weights.reshape(5, 3, 2, 4, 6), contract=2)
     assert actual.shape == (2, tokens // 2, 5, 3, 2)
     assert relative(actual.reshape(tokens, 30), definition(x, weights)) < 1e-6
 
@@ -52,7 +52,7 @@ def test_interpreted(tokens, outputs, inputs, slices):
     """136 rows: the last tile of 64 overlaps the one before."""
     x, weights = draw(tokens, outputs, inputs)
     cut = mosaic.Settings(groups=2, stages=2, blocks=2, slices=slices)
-    actual = jax.jit(lambda x, w: mosaic.matmul(x, w, INTERPRET, cut))(x.at[1].set(jnp.nan), weights)
+    actual = jax.jit(lambda x, w: mosaic.matmuls(x, (w,), None, INTERPRET, cut))(x.at[1].set(jnp.nan), weights)[0]
     assert np.isnan(np.asarray(actual[1], np.float32)).all()
     others = [row for row in range(tokens) if row != 1]
     assert relative(actual[np.array(others)], definition(x, weights)[others]) < 3e-3
@@ -61,13 +61,24 @@ def test_interpreted(tokens, outputs, inputs, slices):
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 49376, 7168), (16, 2112, 7168), (8, 7168, 12288)])
 def test_lowers_for_cuda(tokens, outputs, inputs):
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((tokens, inputs), (outputs, inputs))]
-    text = jax.jit(mosaic.matmul).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(lambda x, w: mosaic.matmuls(x, (w,))).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
 
 
+def test_several_matrices_in_one_pass():
+    x, weights = draw(2, 200, 256)
+    parts = weights[:64], weights[64:200]
+    cut = mosaic.Settings(groups=2, stages=2, blocks=2)
+    kinds = jnp.dtype("float32"), jnp.dtype("bfloat16")
+    first, second = jax.jit(lambda x, *w: mosaic.matmuls(x, w, kinds, INTERPRET, cut))(x, *parts)
+    assert (first.dtype, second.dtype) == kinds
+    assert relative(first, definition(x, parts[0])) < 1e-6
+    assert relative(second, definition(x, parts[1])) < 3e-3
+
+
 def test_matrices_of_few_tiles_are_cut_along_their_depth():
-    assert mosaic.settings_for(49376, 7168).slices == 1
-    assert mosaic.settings_for(2112, 7168).slices == 4  # 33 tiles
+    assert mosaic.settings_for([49376], 7168).slices == 1
+    assert mosaic.settings_for([2112], 7168).slices == 4  # 33 tiles
 
 
 @pytest.mark.parametrize(
@@ -80,8 +91,9 @@ def test_matrices_of_few_tiles_are_cut_along_their_depth():
     ],
 )
 def test_refusals_name_the_reason(tokens, outputs, inputs, dtype, reason):
+    x, weights = draw(tokens, outputs, inputs, dtype)
     with pytest.raises(NotImplementedError, match=reason):
-        mosaic.matmul(*draw(tokens, outputs, inputs, dtype))
+        mosaic.matmuls(x, (weights,))
 
 
 def test_a_named_kernel_refuses_without_a_gpu():

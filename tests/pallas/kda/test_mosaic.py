@@ -116,7 +116,8 @@ def test_affine_interpreted(make_case, float64_recurrence, close):
 
 
 @pytest.mark.parametrize(
-    ("sequences", "tokens", "segments"), [(96, 8192, 1), (12, 8192, 6), (1, 8192, 16), (12, 1500, 1), (48, 8192, 1), (200, 64, 1)]
+    ("sequences", "tokens", "segments"),
+    [(96, 8192, 1), (12, 8192, 6), (1, 8192, 16), (12, 1500, 1), (48, 8192, 1), (200, 64, 1)],
 )
 def test_segments_fill_the_chip(sequences, tokens, segments):
     assert mosaic_prefill.segment_count(sequences, tokens) == segments

@@ -141,6 +141,16 @@ def test_route_ties_go_to_the_lowest_id():
     np.testing.assert_allclose(routing.weights, 0.25)
 
 
+@pytest.mark.parametrize("tokens", [5, 20])
+def test_choose_orders_as_top_k_does(tokens):
+    """Few tokens are ranked by counting, many by a sort: ties, infinities and NaNs included."""
+    logits = np.random.default_rng(2).integers(-3, 4, (tokens, 50)).astype(np.float32)
+    logits[0, ::3], logits[1, 7], logits[2, 9] = np.nan, np.inf, -np.inf
+    routing = moe.choose(jnp.asarray(logits), jnp.zeros(50), k=8)
+    _, expected = jax.lax.top_k(jax.nn.sigmoid(logits), 8)
+    np.testing.assert_array_equal(routing.ids, expected)
+
+
 def test_the_bias_moves_the_choice_and_never_the_weights():
     x, router = np.ones((1, 4), np.float32), np.zeros((3, 4), np.float32)
     routing = moe.route(x, router, np.array([0, 5, 9], np.float32), k=2)

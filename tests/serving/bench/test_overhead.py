@@ -60,6 +60,10 @@ def test_every_door_gets_the_same_load(monkeypatch, gateway):
     assert ended == started[::-1]
 
 
-def test_a_run_that_fails_says_why():
-    with pytest.raises(RuntimeError, match=r"--requests 0 .*failed: error: --requests 0: expected at least 1"):
-        overhead.run_bench(["--requests", "0", "--protocol", "vllm-grpc"])
+def test_a_run_that_fails_says_why(monkeypatch, tmp_path):
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "loading" >&2\necho "error: $1 $2 $3: nobody there" >&2\nexit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(overhead.sys, "executable", str(program))
+    with pytest.raises(RuntimeError, match=r"serving.bench --rate 2 failed: error: -m serving.bench --rate: nobody"):
+        overhead.run_bench(["--rate", "2"])

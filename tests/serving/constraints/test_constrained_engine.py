@@ -51,8 +51,15 @@ def constrained(tokenizer, kind, value, channel=None, seed=0, temperature=1.0):
     return model_fixtures.request(model_fixtures.prompt(seed, 5), 80, fields=fields, seed=seed, temperature=temperature)
 
 
-def test_kinds_together(runner, tokenizer):
+@pytest.fixture(params=["runner", pytest.param("drafting", marks=pytest.mark.slow)])
+def any_runner(request):
+    """With and without a draft; the draft's programs take long to compile."""
+    return request.getfixturevalue(request.param)
+
+
+def test_kinds_together(any_runner, tokenizer):
     """All kinds in one batch, beside requests without any, greedy and not."""
+    runner = any_runner
     items = [
         (kind, constrained(tokenizer, kind, value, channel, seed, temperature))
         for kind, (value, _) in CASES.items()

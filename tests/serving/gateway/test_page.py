@@ -82,7 +82,7 @@ def gateway():
 
 @pytest.fixture
 def page_server(gateway):
-    server = PageServer("127.0.0.1", 0, f"http://127.0.0.1:{gateway.server_address[1]}")
+    server = PageServer("127.0.0.1", 0, f":{gateway.server_address[1]}")
     server.start()
     yield server
     server.stop()

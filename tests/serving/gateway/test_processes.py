@@ -2,6 +2,7 @@
 
 import http.server
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import pytest
 
 from serving.gateway import __main__ as gateway
 from serving.gateway import processes
+from serving.gateway.page_server import PageServer
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
@@ -45,7 +47,7 @@ def test_a_service_that_ends_first_is_reported():
             processes.service_address(process)
         with pytest.raises(processes.ChildDied, match="ended with code 3 before the gateway"):
             processes.wait_for_models("http://127.0.0.1:1", [process])
-        assert processes.watch([process], lambda: False) is process
+        assert processes.wait_for_end([process]) is process
 
 
 def test_a_process_that_will_not_end_is_killed():
@@ -103,3 +105,37 @@ def test_a_service_that_cannot_start_ends_the_gateway(capfd, monkeypatch):
     error = capfd.readouterr().err
     assert "--pages is 0, expected at least 1" in error
     assert "the service ended with code 2 before it was ready" in error
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_the_page_finds_the_gateway(host, monkeypatch):
+    served = []
+
+    class Page(PageServer):
+        def __init__(self, host, port, gateway):
+            served.append((host, port, gateway))
+
+        def start(self):
+            pass
+
+    monkeypatch.setattr(gateway, "PageServer", Page)
+    gateway._page(gateway.Options(host=host, page_port=7), 5)
+    assert served == [(host, 7, "http://127.0.0.1:5" if host == "127.0.0.1" else ":5")]
+
+
+def test_a_signal_while_the_service_loads_ends_both(tmp_path):
+    """The service here never gets ready; it must not be left behind."""
+    program = (
+        "import sys; from serving.gateway import __main__ as gateway, processes\n"
+        "processes.require_smg = lambda: None\n"
+        "code = 'import os, time; print(os.getpid(), file=sys.stderr, flush=True); time.sleep(60)'\n"
+        "processes.service_command = lambda flags: [sys.executable, '-c', 'import sys; ' + code]\n"
+        "sys.exit(gateway.main([]))"
+    )
+    process = subprocess.Popen(python(program), stderr=subprocess.PIPE, text=True)
+    child = int(process.stderr.readline())
+    process.terminate()
+    assert process.wait(30) == 0
+    process.stderr.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
@@ -14,11 +15,12 @@ import serving
 from serving.core import Core
 from serving.engine import Engine
 from serving.plan import Shape
+from serving.prefix_file import Prefix
 from serving.scheduler import SchedulerOptions
 from serving.service.model_card import ModelCard
 from serving.service.options import ServiceOptions
 from serving.service.server import Service
-from tests.serving.fake_runner import FakeRunner
+from tests.serving.fake_runner import FakeRunner, Reading
 
 ROWS = 4
 
@@ -36,6 +38,18 @@ class PacedRunner(FakeRunner):
         self.go_on.wait()
         time.sleep(self.seconds)
         return super().dispatch(plan)
+
+    # States of one size, so that another server can take them.
+
+    def read(self, pages, slot):
+        reading = super().read(pages, slot)
+        state = np.full(400, -1, np.int32)
+        state[: len(self.states[slot])] = self.states[slot]
+        return Reading(Prefix(reading.prefix.latents, [state], []))
+
+    def write(self, prefix, pages, slot):
+        (state,) = prefix.states
+        super().write(Prefix(prefix.latents, [state[state >= 0]], []), pages, slot)
 
 
 class Running:

@@ -1,4 +1,4 @@
-"""`python -m serving` on the fake device, for tests of the process: python -m tests.serving.service.fake_server [flags].
+"""`python -m serving` on the fake device: python -m tests.serving.service.fake_server [flags].
 
 A prompt of the one token 13 crashes the engine; of the one token 14 it stands still.
 """

@@ -124,6 +124,21 @@ def test_a_subscriber_knows_what_can_be_reused(start):
         call.cancel()
 
 
+def test_a_silent_cache_still_tells_the_load(start, monkeypatch):
+    from serving.service import kv_events
+
+    monkeypatch.setattr(kv_events, "HEARTBEAT_SECONDS", 0.05)
+    call = start().worker.SubscribeKvEvents(shared.SubscribeKvEventsRequest())
+    first, second, third = next(call), next(call), next(call)
+    call.cancel()
+    assert first.HasField("snapshot")
+    for record in (second, third):
+        assert record.load.load_only
+        assert (record.sequence_number, len(record.events)) == (first.sequence_number, 0)
+        assert record.load.max_running_requests == 4
+    assert third.load.sample > second.load.sample
+
+
 def test_inspection_changes_nothing_and_tells_what_a_request_would_find(ids_only):
     prompt = [30, 31, 32, 33, 34, 35, 36]
     assert ids_only.client.inspect(prompt).cached_tokens == 0

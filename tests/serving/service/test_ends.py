@@ -45,7 +45,10 @@ def test_1_deadline_at_any_moment(slow, prompt, seconds):
 def test_1_deadline_in_the_queue(slow):
     calls = [slow.worker.Generate(tokenized([n], max_tokens=300, ignore_eos=True)) for n in range(6)]
     next(calls[0])
-    assert code_of(lambda: slow.client.generate([1], timeout=0.05).results) is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (
+        code_of(lambda: slow.client.generate([1], timeout=0.05, ignore_eos=True).results)
+        is grpc.StatusCode.DEADLINE_EXCEEDED
+    )
     for call in calls:
         call.cancel()
     slow.books_balance()

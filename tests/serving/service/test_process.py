@@ -79,7 +79,7 @@ def test_a_second_sigterm_gives_statuses_and_exits_with_1(fakes):
     time.sleep(0.1)
     server.signal()
     for stream in streams:
-        with pytest.raises(serving.ServiceError, match="shutting down|cancelled") as ended:
+        with pytest.raises(serving.ServiceError, match=r"shutting down|cancelled") as ended:
             list(stream)
         assert ended.value.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     assert server.end()[0] == 1
@@ -97,7 +97,7 @@ def test_an_engine_that_fails_ends_the_process(fakes, name, trouble, code, log):
     next(streams[0])
     streams.append(server.client.generate([trouble], request_id="trouble"))
     for stream in streams:
-        with pytest.raises(serving.ServiceError, match="crashed|no sign of life") as ended:
+        with pytest.raises(serving.ServiceError, match=r"crashed|no sign of life") as ended:
             list(stream)
         assert ended.value.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
     exit_code, text = server.end()
@@ -113,7 +113,7 @@ def test_an_engine_that_fails_ends_the_process(fakes, name, trouble, code, log):
         (["--max-num-seqs", "0"], "--max-num-seqs is 0"),
         (["--checkpoint", "nowhere"], "does not exist"),
         (["--draft", "nowhere"], "does not exist"),
-        (["--eviction", "lfu"], "eviction is 'lfu'"),
+        (["--eviction", "lfu"], "--eviction is 'lfu'"),
         (["--retention", "all"], "'all' is not one of"),
     ],
 )
@@ -134,25 +134,15 @@ def tiny_checkpoint(tiny_config, tmp_path_factory):
     from checkpoints import synthetic
 
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    config = dataclasses.replace(tiny_config, num_layers=4, mla_layers=(2, 3), attn_res_block_size=2)
+    config = dataclasses.replace(tiny_config, num_layers=2, mla_layers=(1,), attn_res_block_size=2)
     synthetic.write_random(folder, config)
     return folder
 
 
 def test_a_checkpoint_without_a_tokenizer_serves_ids(tiny_checkpoint):
     """The program as users start it: a real model, compiled before the ready line."""
-    flags = [
-        "--max-num-seqs",
-        "2",
-        "--max-prefill-tokens",
-        "16",
-        "--max-length",
-        "96",
-        "--page-size",
-        "8",
-        "--prefix-match-unit",
-        "4",
-    ]
+    sizes = {"max-num-seqs": 2, "max-prefill-tokens": 16, "max-length": 96, "page-size": 8, "prefix-match-unit": 4}
+    flags = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     server = Process("serving", "--checkpoint", str(tiny_checkpoint), "--dtype", "float32", *flags)
     try:
         prompt = list(range(20))

@@ -1,0 +1,49 @@
+"""Checklist 11: nothing grows."""
+
+import os
+
+import pytest
+
+from serving.service import soak
+
+
+@pytest.mark.parametrize("minutes", [0.025, pytest.param(10.0, marks=pytest.mark.slow)])
+def test_nothing_grows(start, capsys, minutes):
+    running = start(seconds=0.0, queue_limit=200)
+    # The clients live in the same process, so the small edition measures both.
+    code = soak.main(["--target", running.address, "--pid", str(os.getpid()), "--minutes", str(minutes)])
+    out, err = capsys.readouterr()
+    assert code == 0 or (minutes < 1 and "memory grows" in err and err.count("\n") == 1), (out, err)
+    running.books_balance()
+
+
+def test_growth_is_the_slope_after_the_warm_up():
+    requests = list(range(0, 10_000, 100))
+    memory = [500.0 if n < 2000 else 100 + n * 0.002 for n in requests]
+    assert soak.growth(requests, memory) == pytest.approx(2.0)
+
+
+def test_leftovers_are_named():
+    class Client:
+        def stats(self):
+            return {"running": 0, "waiting": 0, "pages_used": 3, "slots_used": 0, "compilations": 1}
+
+        def flush(self):
+            return 0
+
+    assert soak.leftovers(Client(), 0) == [
+        "pages_used is 3 at the end, expected 0",
+        "compilations is 1 at the end, expected 0",
+    ]
+
+
+def test_the_transport_is_measured_without_a_model(capsys):
+    """Checklist 18; the figure itself is the program's to print, on a machine that does nothing else."""
+    import json
+
+    from serving.service import transport
+
+    assert transport.main(["--streams", "4", "--tokens", "50", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["tokens_per_second"] * figures["server_cpu_us_per_token"] > 0
+    assert 1 <= figures["tokens_per_message"] <= 50
