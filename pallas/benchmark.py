@@ -4,6 +4,7 @@ Such a module has `gate(implementation) -> list[Check]`, quick and interpreted o
 `measure() -> Iterator[Measurement]`, which needs one.
 """
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -56,18 +57,26 @@ def measured_peer(name: str, measure: Callable[[], float]) -> Peer:
     except ImportError as error:
         return Peer(f"{name}: not installed ({error.name or error})", None)
     except Exception as error:  # a peer's own failure, whatever it is, must not end our table
-        return Peer(f"{name}: {type(error).__name__}", None)
+        return Peer(f"{name}: {type(error).__name__}: {error}"[:90], None)
 
 
 def compiled(programs: dict[str, tuple[Any, tuple]]) -> dict[str, Callable[..., Any]]:
     """Every jitted function, lowered for its arguments and compiled beside the others.
 
-    `programs` maps a name to the function and its arguments, which may be abstract.
+    `programs` maps a name to the function and its arguments, which may be abstract. One that cannot be compiled raises
+    its error when it is called, so that it takes no other with it.
     """
 
     def build(program: tuple[Any, tuple]) -> Callable[..., Any]:
         function, arguments = program
-        return function.lower(*arguments).compile()
+        try:
+            return function.lower(*arguments).compile()
+        except Exception as error:  # told by whoever calls the program
+            return functools.partial(_fail, error)
 
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(programs, pool.map(build, programs.values())))
+
+
+def _fail(error: Exception, *_: Any) -> Any:
+    raise error

@@ -1,9 +1,9 @@
 """Choice of a backend. `None` tries an op's backends in order until one does not refuse.
 
-A named backend runs wherever the op has it, and where it then refuses (no GPU, a shape that it does not serve) that
-refusal is raised: what was asked for by name is never replaced in silence. An op that has no kernel of that name, or
-none for calls of this kind and so does not offer it to `select`, runs as with `None` and says so in a note, once per
-traced call: a whole model can be run with the kernels that there are.
+A named backend runs wherever the op has it. On a device that it is not made for it raises `WrongDevice`. An op that
+has no kernel of that name, or whose kernel refuses the shape or type of this call, runs as with `None` and says so in a
+note with the reason, once per traced call: so a whole model runs with the kernels that there are, and nothing asked for
+by name is replaced in silence.
 """
 
 import functools
@@ -22,10 +22,14 @@ NOTES = logging.getLogger("pallas.dispatch")
 """Gets the notes on ops without a kernel of the name asked for."""
 
 
+class WrongDevice(NotImplementedError):
+    """A kernel was asked for on a device that it is not made for."""
+
+
 def require_gpu(name: str) -> None:
-    """Raises `NotImplementedError` unless JAX's default backend is a GPU."""
+    """Raises `WrongDevice` unless JAX's default backend is a GPU."""
     if (platform := jax.default_backend()) != "gpu":
-        raise NotImplementedError(f"{name} runs on GPUs, the default backend is {platform!r}")
+        raise WrongDevice(f"{name} runs on GPUs, the default backend is {platform!r}")
 
 
 def select(implementation: Implementation, **backends: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,14 +38,29 @@ def select(implementation: Implementation, **backends: Callable[..., Any]) -> Ca
     A backend refuses by raising `NotImplementedError` with its reason while it is traced; when all refuse, an
     `ExceptionGroup` holds all reasons. Raises `ValueError` for a name that no op knows.
     """
-    if implementation is not None:
-        if implementation not in ORDER:
-            raise ValueError(f"implementation {implementation!r} is unknown; choose one of {', '.join(ORDER)}")
-        if implementation in backends:
-            return backends[implementation]
-        some = next(iter(backends.values()))
-        NOTES.warning("note %s.%s: no %s kernel for this call", some.__module__, some.__name__, implementation)
-    return functools.partial(_first, [backends[name] for name in ORDER if name in backends])
+    if implementation is not None and implementation not in ORDER:
+        raise ValueError(f"implementation {implementation!r} is unknown; choose one of {', '.join(ORDER)}")
+    order = [backends[name] for name in ORDER if name in backends]
+    if implementation is None:
+        return functools.partial(_first, order)
+    return functools.partial(_named, implementation, backends.get(implementation), order)
+
+
+def _named(
+    name: str, wanted: Callable[..., Any] | None, order: list[Callable[..., Any]], *args: Any, **kwargs: Any
+) -> Any:
+    reason = "there is none"
+    if wanted is not None:
+        try:
+            return wanted(*args, **kwargs)
+        except WrongDevice:
+            raise
+        except NotImplementedError as refusal:
+            if len(order) == 1:
+                raise
+            reason = str(refusal)
+    NOTES.warning("note %s.%s: no %s kernel for this call: %s", order[-1].__module__, order[-1].__name__, name, reason)
+    return _first([backend for backend in order if backend is not wanted], *args, **kwargs)
 
 
 def _first(candidates: list[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:

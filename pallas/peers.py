@@ -39,6 +39,9 @@ class PeerProcess:
     ) -> None:
         if self._child is not None:
             self._child.kill()
+            for pipe in (self._child.stdin, self._child.stdout):
+                assert pipe is not None
+                pipe.close()
             self._child.wait()
 
     def time(self, call: tuple) -> float:

@@ -68,7 +68,8 @@ class LatentMoe(nnx.Module):
         matrices = self.router[...], self.latent_down[...], self.shared.gate_up[...]
         if tokens.shape[0] <= gemv.FEW_ROWS:
             kinds = (jnp.float32, tokens.dtype, tokens.dtype)
-            return gemv.project(tokens, *matrices, dtypes=kinds, implementation=self.implementation)
+            logits, latent, hidden = gemv.project(tokens, *matrices, dtypes=kinds, implementation=self.implementation)
+            return logits, latent, hidden
         router, down, gate_up = matrices
         logits = einsum("nd,ed->ne", tokens.astype(jnp.float32), router.astype(jnp.float32))
         return logits, einsum("nd,ld->nl", tokens, down), einsum("nd,ifd->nif", tokens, gate_up)

@@ -28,6 +28,7 @@ from k3jax.model import K3, LayerTrace
 from k3jax.speculation import parts, synthetic
 from k3jax.speculation.drafters import DSparkDrafter, Proposal
 from k3jax.speculation.step import SpeculativeState, speculate
+from pallas.benchmark import floor_us
 from pallas.dispatch import Implementation
 from pallas.timing import median_call_us
 
@@ -113,6 +114,27 @@ def tree_bytes(specs: params.Tree, dtype: Any = jnp.bfloat16) -> int:
 def expert_bytes(config: K3Config) -> int:
     """Bytes of one routed expert: 4.25 bits a weight."""
     return 3 * config.moe.intermediate_size * config.moe.latent_size * 17 // 32
+
+
+def floors(setting: Setting, one: float, block: float) -> dict[str, float]:
+    """Microseconds that reading the weights takes at least, where `one` and `block` experts are reached in a layer."""
+    config, draft = setting.config, setting.draft
+    head = config.vocab_size * config.hidden_size * jnp.dtype(setting.dtype).itemsize
+    layers, each = len(config.moe_layers), expert_bytes(config)
+    # One row of the embedding is read, not the table.
+    dense = tree_bytes(params.model_specs(config), setting.dtype) - head - layers * config.moe.num_experts * each
+    markov = tree_bytes(draft_specs(draft)["markov"], setting.dtype)
+    moved = {
+        "draft": tree_bytes(draft_specs(draft), setting.dtype) - markov + head,
+        "markov": draft.block_size * markov / 2,
+        "verify": dense + layers * block * each,
+        "plain": dense + layers * one * each,
+    }
+    # Its context projection is the part of the draft that is read when tokens are committed.
+    context = draft.hidden_size * draft.features * jnp.dtype(setting.dtype).itemsize
+    moved["draft"], moved["commit"] = moved["draft"] - context, context
+    moved["whole"] = sum(moved[name] for name in ("draft", "markov", "verify", "commit"))
+    return {name: floor_us(float(count)) for name, count in moved.items()}
 
 
 def experts_that_fit(config: K3Config, draft: DSparkConfig) -> int:

@@ -84,15 +84,19 @@ def inspect(programs: bench.Programs, record: dict[str, Any]) -> Iterator[str]:
 def table(setting: bench.Setting, times: dict[str, float], one: float, block: float) -> Iterator[str]:
     """Parts, wholes, shares, and the speed-ups that published acceptance lengths would give."""
     apart = sum(times[name] for name in PARTS)
-    yield f"{'part':<16}{'us':>10}{'of parts':>10}"
+    least = bench.floors(setting, one, block)
+    yield f"{'part':<16}{'us':>10}{'floor us':>10}{'of parts':>10}"
     for name, spent in times.items():
-        share = f"{spent / apart:>10.1%}" if name in PARTS else ""
-        yield f"{name:<16}{spent:>10.0f}{share}"
+        share = f"{spent / apart:.1%}" if name in PARTS else ""
+        floor = f"{least[name]:.0f}" if name in least else ""
+        yield f"{name:<16}{spent:>10.0f}{floor:>10}{share:>10}".rstrip()
     yield f"{'sum of parts':<16}{apart:>10.0f}"
     yield f"experts reached in a layer: {one:.0f} by one token, {block:.0f} by a block"
     others = apart - times["verify"]
     yield f"draft + markov + accept + commit: {others:.0f} us, {others / apart:.1%} of the parts (goal: at most 15 %)"
     ratio = times["whole"] / times["plain"]
+    least_share = 1 - least["verify"] / least["whole"]
+    yield f"by their bytes alone they would be {least_share:.1%} of a step of so few layers"
     yield f"a speculative step takes {ratio:.2f} plain ones (vLLM on GB300: 1.43)"
     for length in bench.PUBLISHED:
         yield f"acceptance length {length}: {length / ratio:.2f} x plain decoding"

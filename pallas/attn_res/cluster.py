@@ -22,10 +22,20 @@ def _address(ref: ir.Value) -> ir.Value:
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.memref_ptr(ref))
 
 
-def _value(array: Any) -> ir.Value:
-    """The one register of a thread."""
-    (register,) = array.registers.flat
-    return llvm.extractelement(register, mgpu.c(0, ir.IntegerType.get_signless(32)))
+def _values(array: Any) -> list[ir.Value]:
+    """The registers of a thread."""
+    zero = mgpu.c(0, ir.IntegerType.get_signless(32))
+    return [llvm.extractelement(register, zero) for register in array.registers.flat]
+
+
+def synchronize() -> None:
+    """Makes ordinary stores to shared memory visible to the warpgroup; lighter than `plgpu.commit_smem`."""
+
+    @plgpu.inline_mgpu()
+    def wait(_: Any) -> None:
+        mgpu.warpgroup_barrier()
+
+    wait()
 
 
 def open_exchange(barriers: Any, expected: tuple[int, int]) -> None:
@@ -39,7 +49,7 @@ def open_exchange(barriers: Any, expected: tuple[int, int]) -> None:
         lines.append("@p fence.mbarrier_init.release.cluster;")
         for index, size in enumerate(expected):
             lines.append(f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0+{8 * index}], {size};")
-        lines.append("barrier.cluster.arrive.release.aligned; }")
+        lines.append("barrier.cluster.arrive.relaxed.aligned; }")
         mgpu.inline_ptx(" ".join(lines), _address(barriers), has_side_effects=True, convergent=True)
 
     prepare(barriers)
@@ -55,23 +65,22 @@ def await_peers() -> None:
     wait()
 
 
-def send_row(barriers: Any, row: Any, values: jax.Array, layout: Any, blocks: int) -> None:
-    """Stores 32 values, one a lane and the same in all four warps, at `row` of every block; barrier 0 counts them."""
-    send = ["mapa.shared::cluster.u32 a, d, w;", "mapa.shared::cluster.u32 b, $0, w;"]
-    store = "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [a], $2, [b];"
-    lines = ["{ .reg .pred p; .reg .u32 t, w, l, d, a, b; mov.u32 t, %tid.x;"]
-    lines.append("shr.u32 w, t, 5; and.b32 l, t, 31; mad.lo.u32 d, l, 4, $1;")
-    for _ in range(0, blocks, 4):
-        lines.append(f"setp.lt.u32 p, w, {blocks};")
-        lines += [f"@p {line}" for line in (*send, store)]
-        lines.append("add.u32 w, w, 4;")
+def send_rows(barriers: Any, target: Any, values: jax.Array, layout: Any, blocks: int) -> None:
+    """Stores values, number 4 i + w in register i of warp w, at `target` of every block; barrier 0 counts them."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), layout))
-    def emit(_: Any, barriers: ir.Value, row: ir.Value, values: Any) -> None:
+    def emit(_: Any, barriers: ir.Value, target: ir.Value, values: Any) -> None:
+        registers = _values(values)
+        lines = ["{ .reg .pred p; .reg .u32 t, w, l, d, a, b; mov.u32 t, %tid.x; shr.u32 w, t, 5; and.b32 l, t, 31;"]
+        lines.append(f"mad.lo.u32 d, w, 4, $1; setp.lt.u32 p, l, {blocks};")
+        lines.append("@p mapa.shared::cluster.u32 a, d, l; @p mapa.shared::cluster.u32 b, $0, l;")
+        for index in range(len(registers)):
+            store = "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32"
+            lines.append(f"@p {store} [a+{16 * index}], ${2 + index}, [b];")
         asm = " ".join([*lines, "}"])
-        mgpu.inline_ptx(asm, _address(barriers), _address(row), _value(values), has_side_effects=True, convergent=True)
+        mgpu.inline_ptx(asm, _address(barriers), _address(target), *registers, has_side_effects=True, convergent=True)
 
-    emit(barriers, row, values)
+    emit(barriers, target, values)
 
 
 def send_warp_sums(barriers: Any, row: Any, values: jax.Array, layout: Any, blocks: int) -> None:
@@ -86,7 +95,8 @@ def send_warp_sums(barriers: Any, row: Any, values: jax.Array, layout: Any, bloc
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), layout))
     def emit(_: Any, barriers: ir.Value, row: ir.Value, values: Any) -> None:
         asm = " ".join(lines)
-        mgpu.inline_ptx(asm, _address(barriers), _address(row), _value(values), has_side_effects=True, convergent=True)
+        operands = (_address(barriers), _address(row), *_values(values))
+        mgpu.inline_ptx(asm, *operands, has_side_effects=True, convergent=True)
 
     emit(barriers, row, values)
 

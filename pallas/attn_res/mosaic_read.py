@@ -79,22 +79,26 @@ def read(
     ]
     weights = [x.reshape(blocks, THREADS, WIDTH) for x in (norm, query, out_norm)]
 
+    # Interpretation knows neither.
+    synchronize = cluster.synchronize if interpret is None else plgpu.commit_smem
+    dependent = settings.dependent_launch and interpret is None
+
     def body(*refs: Any):
         inputs, refs = refs[: len(vectors)], refs[len(vectors) :]
         norm, query, out_norm, *refs = refs
         if output is not None:
             prefix_out, *refs = refs
-        normed_out, partials, own, inbox, alphas, squares, barriers = refs
+        normed_out, partials, inbox, alphas, squares, barriers = refs
         token = lax.axis_index("tokens")
         block = lax.axis_index("block") if blocks > 1 else 0
         if blocks > 1:
-            cluster.open_exchange(barriers, (blocks * 32 * 4, blocks * WARPS * 4))
-        if settings.dependent_launch:
+            cluster.open_exchange(barriers, (blocks * 2 * rows * 4, blocks * WARPS * 4))
+        if dependent:
             plgpu.griddepcontrol_launch_dependents()
 
         def hold(stage: str) -> None:
             """Waits for the kernel in front, if this is the stage to do it before."""
-            if settings.dependent_launch and settings.ahead == stage:
+            if dependent and settings.ahead == stage:
                 plgpu.griddepcontrol_wait()
 
         def load(ref: Any) -> jax.Array:
@@ -124,20 +128,20 @@ def read(
             prefix_out[token, block] = live[0]
         values.append(live[0])
         sums(count - 1, live[0])
-        plgpu.commit_smem()
-        for kind in range(2):
-            own[pl.ds(MOST * kind, rows)] = plgpu.load(
-                partials.at[kind, pl.ds(0, rows)], layout=ROWS, optimized=False
-            ).sum(axis=1)
-        plgpu.commit_smem()
-        row = plgpu.load(own, layout=LANES, optimized=False)
+        synchronize()
+        totals = [
+            plgpu.load(partials.at[kind, pl.ds(0, rows)], layout=ROWS, optimized=False).sum(axis=1) for kind in range(2)
+        ]
         if blocks > 1:
             cluster.await_peers()
-            cluster.send_row(barriers, inbox.at[block, pl.ds(0, 32)], row, LANES, blocks)
+            for kind in range(2):
+                here = inbox.at[block, pl.ds(MOST * kind, rows)]
+                cluster.send_rows(barriers, here, totals[kind], ROWS.reduce(1), blocks)
             cluster.receive(barriers, 0)
         else:
-            inbox[0, pl.ds(0, 32)] = row
-            plgpu.commit_smem()
+            for kind in range(2):
+                inbox[0, pl.ds(MOST * kind, rows)] = totals[kind]
+            synchronize()
 
         def total(kind: int) -> jax.Array:
             lanes = pl.ds(MOST * kind, 32)
@@ -149,7 +153,7 @@ def read(
         scores = jnp.where(lane < count, scores, -jnp.inf)
         shares = jnp.exp(scores - jnp.max(scores))
         alphas[...] = shares / jnp.sum(shares)
-        plgpu.commit_smem()
+        synchronize()
         mixed = sum((alphas[index] * value.astype(jnp.float32) for index, value in enumerate(values)), 0.0)
         mixed = mixed.astype(prefix.dtype)
         wide = mixed.astype(jnp.float32)
@@ -174,7 +178,6 @@ def read(
         **spread,
         scratch_types=(
             plgpu.SMEM((2, MOST, THREADS), jnp.float32),
-            plgpu.SMEM((32,), jnp.float32),
             plgpu.SMEM((blocks, 32 + MOST), jnp.float32),
             plgpu.SMEM((32,), jnp.float32),
             plgpu.SMEM((32,), jnp.float32),

@@ -3,6 +3,8 @@
 `python -m k3jax.bench kernels --op kda` asks for `gate()` and `measure()`.
 """
 
+import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,9 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas import timing
-from pallas.benchmark import Measurement, Peer, compiled, floor_us, measured_peer
+from pallas.benchmark import Check, Measurement, Peer, compiled, floor_us, measured_peer
+from pallas.dispatch import Implementation
 from pallas.kda import api, peers
-from pallas.kda.gate import Call, gate, random_call
+from pallas.kda import gate as gate_module
+from pallas.kda.gate import Call, random_call
 from pallas.kda.shapes import HEAD_DIM, HEADS, LAYERS, PREFILL_TOKENS, RANK_HEADS, VERIFY_TOKENS
 from pallas.kda.types import KdaWeights, Prefill
 
@@ -20,6 +24,8 @@ __all__ = ["gate", "measure"]
 
 BEYOND_CACHE = 150e6
 """Bytes of state that a chain of calls walks over: several times what the L2 cache holds."""
+TUNING_SECONDS = 12.0
+"""How long the table waits for fla's tuning once our own programs are compiled."""
 FLA = "fla-core, recurrence and gate alone"
 JLA = "jax-linear-attention, no conv, gate or norm"
 
@@ -189,14 +195,16 @@ def jla_programs(table: list[Line]) -> dict[str, tuple[Any, tuple]]:
                 run, arguments = peers.jla_prefill(*line.jla, False)
             except ImportError:
                 return {}
-            programs[f"jla {line.name}"] = run, jax.tree.map(jax.typeof, arguments)
+            # Lowered here, one after the other: in two threads at a time it refuses one of its calls.
+            lowered = run.lower(*jax.tree.map(jax.typeof, arguments))
+            programs[f"jla {line.name}"] = types.SimpleNamespace(lower=lambda kept=lowered: kept), ()
     return programs
 
 
 def jla_us(run: Callable | None, heads: int, tokens: int, slow: bool) -> float:
     """Time of the peer's compiled prefill."""
     _, (*inputs, state) = peers.jla_prefill(heads, tokens, slow)
-    assert run is not None
+    assert run is not None  # importable, so it was compiled with ours
     return timing.median_call_us(lambda state: run(*inputs, state), state, 1, enqueued=8)
 
 
@@ -224,16 +232,40 @@ def rivals(line: Line, slow: bool, ready: dict[str, Callable], fla: peers.Fla) -
         yield line.published
 
 
-def measure() -> Iterator[Measurement]:
-    """Times every line on the present GPU, one by one, once all programs are compiled."""
+class Prepared(NamedTuple):
+    """All programs, compiled, and fla's children."""
+
+    run: dict[str, Callable]
+    fla: peers.Fla
+
+
+@functools.cache
+def prepared(implementation: Implementation) -> Prepared:
+    """What gate and table run: prepared together and once, since compiling takes far longer than all measuring."""
+    programs = gate_module.programs(implementation)
+    if jax.default_backend() != "gpu":
+        return Prepared(compiled(programs), peers.Fla([]))
     table = lines()
-    calls = [(*line.fla, slow) for line in table if line.fla is not None for slow in line.regimes]
-    with peers.Fla(calls) as fla:
-        programs = {line.name: (line.program, jax.eval_shape(line.arguments, False)) for line in table}
-        ready = compiled({**programs, **jla_programs(table)})
-        for line in table:
+    fla = peers.Fla([(*line.fla, slow) for line in table if line.fla is not None for slow in line.regimes])
+    ours = {line.name: (line.program, jax.eval_shape(line.arguments, False)) for line in table}
+    return Prepared(compiled({**programs, **ours, **jla_programs(table)}), fla)
+
+
+def gate(implementation: Implementation = None) -> list[Check]:
+    """The correctness checks that must hold before anything is timed."""
+    return gate_module.checks(prepared(implementation).run)
+
+
+def measure() -> Iterator[Measurement]:
+    """Times every line on the present GPU, one by one."""
+    ready, fla = prepared(None)
+    fla.wait(TUNING_SECONDS)
+    try:
+        for line in lines():
             for slow in line.regimes:
                 gates = "" if len(line.regimes) == 1 else f", {'slow' if slow else 'random'} gates"
                 time = own_us(line, ready[line.name], slow)
                 against = tuple(rivals(line, slow, ready, fla))
                 yield Measurement(line.name + gates, time, floor_us(line.moved), line.goal, against)
+    finally:
+        fla.close()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas import timing
-from pallas.benchmark import Check, compiled
+from pallas.benchmark import Check
 from pallas.dispatch import Implementation
 from pallas.kda import api, mosaic_decode, mosaic_prefill, mosaic_verify
 from pallas.kda.shapes import HEAD_DIM, HEADS, VERIFY_TOKENS
@@ -27,7 +27,7 @@ class Call(NamedTuple):
     window: jax.Array
 
 
-@partial(jax.jit, static_argnames=("rows", "tokens", "heads"))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def random_call(rows: int, tokens: int, heads: int, slow: bool | jax.Array, seed: int = 0) -> Call:
     """bfloat16 inputs; gates are K3's with random logits, or slow ones with g in about [-0.05, -1e-4]."""
     keys = iter(jax.random.split(jax.random.key(seed), 9))
@@ -75,6 +75,7 @@ def ops_of(implementation: Implementation) -> Ops:
     )
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def prefill_arguments(heads: int, tokens: int, slow: bool) -> tuple:
     """Two ragged rows with boundaries on and off the chunks."""
     call = random_call(2, tokens, heads, slow)
@@ -93,6 +94,7 @@ class Verified(NamedTuple):
     accepted: jax.Array
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def verify_arguments(heads: int, tokens: int) -> Verified:
     """Six slots, of which rows use two."""
     call = random_call(3, tokens, heads, False)
@@ -117,29 +119,36 @@ def recurrent(*args: jax.Array) -> api.Prefill:
     return api.recurrent(*args[:-1], boundaries=args[-1])
 
 
-def gate(implementation: Implementation = None) -> list[Check]:
-    """Every check; one small head and few tokens where there is no GPU."""
-    gpu = jax.default_backend() == "gpu"
-    heads, length, width = (HEADS, 1000, VERIFY_TOKENS) if gpu else (1, 60, 3)
-    ops, case = ops_of(implementation), verify_arguments(heads, width)
+def sizes() -> tuple[int, int, int]:
+    """Heads, prefilled tokens and verified tokens: one small head and few tokens where there is no GPU."""
+    return (HEADS, 1000, VERIFY_TOKENS) if jax.default_backend() == "gpu" else (1, 60, 3)
+
+
+def programs(implementation: Implementation) -> dict[str, tuple]:
+    """What `checks` runs, to be compiled."""
+    heads, length, width = sizes()
+    ops, case = ops_of(implementation), jax.eval_shape(verify_arguments, heads, width)
     tokens, weights, pools = case.call.tokens, case.call.weights, case.pools
-    first = tuple(x[:, 0] for x in tokens)
-    fresh = jnp.zeros(3, bool)
-    prefilled = jax.eval_shape(lambda: prefill_arguments(heads, length, False))
+    first = tuple(jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype) for x in tokens)
+    prefilled = jax.eval_shape(prefill_arguments, heads, length, False)
     records = jax.eval_shape(ops.verify, *tokens, weights, *pools, case.slot, case.length).records
-    run = compiled(
-        {
-            "prefill": (jax.jit(ops.prefill), prefilled),
-            "recurrent": (jax.jit(recurrent), prefilled),
-            "verify": (jax.jit(ops.verify), (*tokens, weights, *pools, case.slot, case.length)),
-            "decode": (jax.jit(ops.decode), (*first, weights, *pools, case.slot, fresh)),
-            "commit": (jax.jit(ops.commit), (records, tokens[0], *pools, case.slot, case.accepted)),
-            "short": (
-                jax.jit(api.recurrent),
-                (*tokens, weights, case.call.state, case.call.window, case.length),
-            ),
-        }
-    )
+    return {
+        "prefill": (jax.jit(ops.prefill), prefilled),
+        "recurrent": (jax.jit(recurrent), prefilled),
+        "verify": (jax.jit(ops.verify), (*tokens, weights, *pools, case.slot, case.length)),
+        "decode": (
+            jax.jit(ops.decode),
+            (*first, weights, *pools, case.slot, jax.ShapeDtypeStruct(case.slot.shape, bool)),
+        ),
+        "commit": (jax.jit(ops.commit), (records, tokens[0], *pools, case.slot, case.accepted)),
+        "short": (jax.jit(api.recurrent), (*tokens, weights, case.call.state, case.call.window, case.length)),
+    }
+
+
+def checks(run: dict[str, Callable]) -> list[Check]:
+    """Every check, on compiled `programs`."""
+    heads, length, width = sizes()
+    case = verify_arguments(heads, width)
     return [*prefill_checks(run["prefill"], run["recurrent"], heads, length), *decode_checks(run, case)]
 
 

@@ -9,13 +9,15 @@ fp32 forward substitution over the whole chunk.
 
 A block of threads holds two such pieces of 64 tokens side by side, two warpgroups each: sixteen warps to a
 multiprocessor, no thread above 128 registers. Each side walks over pieces on its own, so that one computes while the
-other waits for memory. The two warpgroups ("parts") of a side share the tokens of the
-convolution and the gates, then the channels of the scaling; at the end one inverts while the other makes the values.
+other waits for memory, and copies of a side's next piece start as soon as their buffers fall free. The two warpgroups
+("parts") of a side share the tokens of the convolution and the gates, then the channels of the scaling; at the end one
+inverts while the other makes the values.
 
 No barriers are inserted around shared memory: `plgpu.commit_smem` stands before a buffer is overwritten that other
 warps of the warpgroup may still read, and before one is read that they have written; `meet` where both parts exchange.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -152,11 +154,12 @@ def unit_rows(raw: Any, taps: list[jax.Array], scale: float, length: jax.Array, 
     target[pl.ds(first, TILE), :] = (mixed * over_rows(factor, RUN_LAYOUT, (TILE, CHANNELS))).astype(target.dtype)
 
 
-def value_rows(raw: Any, taps: list[jax.Array], betas: Any, target: Any, first: jax.Array) -> None:
-    """16 convolved rows of v times beta."""
+def value_rows(raw: Any, taps: list[jax.Array], betas: Any, first: jax.Array) -> None:
+    """16 convolved rows of v times beta, in place: three rows on, so that the tiles go from the last to the first."""
     beta = plgpu.load(betas.at[pl.ds(first, TILE)], layout=RUN_LAYOUT.reduce(1), optimized=False)
     result = convolve(raw, taps, first) * over_rows(beta, RUN_LAYOUT, (TILE, CHANNELS))
-    target[pl.ds(first, TILE), :] = result.astype(target.dtype)
+    plgpu.commit_smem()
+    raw[pl.ds(first + 3, TILE), :] = result.astype(raw.dtype)
 
 
 def gate_rows(
@@ -218,27 +221,25 @@ def emulated_solve(solved: Any, side: jax.Array) -> None:
 
 
 def fetch_raw(
-    qkvz: Any, window: Any, raws: tuple, ready: Any, row: jax.Array, head: jax.Array, start: jax.Array
+    qkvz: Any, window: Any, plane: int, raw: Any, ready: Any, row: jax.Array, head: jax.Array, start: jax.Array
 ) -> None:
-    """Starts the copies of q, k, v of the block and of the three tokens before it (6 arrivals)."""
-    for part, raw in enumerate(raws):
-        plgpu.copy_gmem_to_smem(qkvz.at[row, pl.ds(start, BLOCK), head, part], raw.at[pl_ds(3, BLOCK)], ready)
+    """Starts the copies of q, k or v of the block and of the three tokens before it (2 arrivals)."""
+    plgpu.copy_gmem_to_smem(qkvz.at[row, pl.ds(start, BLOCK), head, plane], raw.at[pl_ds(3, BLOCK)], ready)
 
-        @pl.when(start == 0)
-        def _first() -> None:
-            plgpu.copy_gmem_to_smem(window.at[row, :, head, part], raw.at[pl_ds(0, 3)], ready)
+    @pl.when(start == 0)
+    def _first() -> None:
+        plgpu.copy_gmem_to_smem(window.at[row, :, head, plane], raw.at[pl_ds(0, 3)], ready)
 
-        @pl.when(start > 0)
-        def _later() -> None:
-            plgpu.copy_gmem_to_smem(qkvz.at[row, pl.ds(start - 3, 3), head, part], raw.at[pl_ds(0, 3)], ready)
+    @pl.when(start > 0)
+    def _later() -> None:
+        plgpu.copy_gmem_to_smem(qkvz.at[row, pl.ds(start - 3, 3), head, plane], raw.at[pl_ds(0, 3)], ready)
 
 
-def clear_beyond(raws: tuple, length: jax.Array) -> None:
+def clear_beyond(raw: Any, length: jax.Array) -> None:
     """Zeros for the rows of a last block that hold no tokens: whatever is there must not reach a product."""
 
     def clear(row: jax.Array, _: None) -> None:
-        for raw in raws:
-            raw[row] = plgpu.layout_cast(jnp.zeros((CHANNELS,), raw.dtype), RUN_LAYOUT.reduce(0))
+        raw[row] = plgpu.layout_cast(jnp.zeros((CHANNELS,), raw.dtype), RUN_LAYOUT.reduce(0))
 
     @pl.when(length < BLOCK)
     def _last() -> None:
@@ -290,34 +291,47 @@ def intra(
 
     def body(qkvz, decay, beta, conv, a_log, dt_bias, _norm, window, lengths, signs, sides, *refs: Any):
         query_out, pull_out, push_out, key_out, inverse_out, attention_out, total_out = refs[:7]
-        (raw_queries, high), (raw_keys, low, solved), (differences, squares) = refs[10], refs[11], refs[13]
+        queries, keys, columns, first, second, raw_values, third, betas = refs[7:15]
+        (raw_queries, high), (raw_keys, low, solved), (differences, squares) = first, second, third
+        raws, readies, met = (raw_queries, raw_keys, raw_values), refs[15:18], refs[18:]
         group = lax.axis_index("group")
         part = group % 2
 
-        def block(turn: jax.Array, _: None) -> None:
+        def place(turn: jax.Array) -> tuple[jax.Array, ...]:
+            """(side, row, head, first token, valid tokens from there on) of a turn; none beyond the last piece."""
             # Read in every turn, so that no address that depends on it stays in a register from turn to turn.
             side = sides[group // 2]
             index = SIDES * (lax.axis_index("workers") + turn * workers) + side
             # Heads side by side: they share the pages of memory that a block's tokens lie in.
             head, rest = index % heads, index // heads
-            row, start = rest // blocks, rest % blocks * BLOCK
-            pl.when(index < pieces)(lambda: live(side, row, head, start, lengths[row] - start))
+            row, start = jnp.minimum(rest // blocks, rows - 1), rest % blocks * BLOCK
+            return side, row, head, start, jnp.where(index < pieces, lengths[row] - start, 0)
 
-        def live(side: jax.Array, row: jax.Array, head: jax.Array, start: jax.Array, length: jax.Array) -> None:
-            pl.when(length > 0)(lambda: work(side, row, head, start, length))
+        def fetch(plane: int, side: jax.Array, row: jax.Array, head: jax.Array, start: jax.Array, length) -> None:
+            """Starts the copies of q or k, or with v those of the logits and the signs as well."""
 
-        def work(side: jax.Array, row: jax.Array, head: jax.Array, start: jax.Array, length: jax.Array) -> None:
-            query, key, columns, betas, ready = (x.at[side] for x in (*refs[7:10], *refs[14:16]))
-            raws = tuple(x.at[side] for x in (raw_queries, raw_keys, refs[12]))
-            met = [x.at[side] for x in refs[16:]]
-            there = (row, head, pl.ds(start, BLOCK))
-
-            @pl.when(part == 0)
+            @pl.when((length > 0) & (part == plane % 2))
             def _fetch() -> None:
-                fetch_raw(qkvz, window, raws, ready, row, head, start)
-                plgpu.copy_gmem_to_smem(decay.at[row, pl.ds(start, BLOCK), head], columns, ready)
-                plgpu.copy_gmem_to_smem(signs, differences.at[side], ready)
+                ready = readies[plane].at[side]
+                fetch_raw(qkvz, window, plane, raws[plane].at[side], ready, row, head, start)
+                if plane == 2:
+                    plgpu.copy_gmem_to_smem(decay.at[row, pl.ds(start, BLOCK), head], columns.at[side], ready)
+                    plgpu.copy_gmem_to_smem(signs, differences.at[side], ready)
 
+        def block(turn: jax.Array, _: None) -> None:
+            here = place(turn)
+            pl.when(here[-1] > 0)(lambda: work(turn, *here))
+
+            @pl.when(here[-1] <= 0)
+            def _idle() -> None:
+                for plane in range(3):
+                    fetch(plane, *place(turn + 1))
+
+        def work(turn: jax.Array, side: jax.Array, row: jax.Array, head: jax.Array, start: jax.Array, length) -> None:
+            query, key, column, beta_buffer = (x.at[side] for x in (queries, keys, columns, betas))
+            raw = [x.at[side] for x in raws]
+            meeting = [x.at[side] for x in met]
+            there = (row, head, pl.ds(start, BLOCK))
             taps = [load_taps(conv, head, plane) for plane in range(2)]
             beta_logits = plgpu.load(
                 beta.at[row, pl.ds(start, BLOCK), head], layout=PRODUCT.reduce(1), optimized=False
@@ -326,47 +340,52 @@ def intra(
             bias = plgpu.load(dt_bias.at[head], layout=COLUMN_LAYOUT.reduce(0), optimized=False) * speed
             token = plgpu.broadcasted_iota(jnp.int32, (BLOCK,), 0, layout=PRODUCT.reduce(1))
             beta_rows = jnp.where(token < length, 0.5 + 0.5 * jnp.tanh(0.5 * beta_logits), 0.0)
-            plgpu.barrier_wait(ready)
-            clear_beyond(raws, length)
             own, few = part * (BLOCK // 2), BLOCK // TILE // 2
-            over_tiles(few, own, lambda at: unit_rows(raws[0], taps[0], channels**-0.5, length, query, at))
-            over_tiles(few, own, lambda at: unit_rows(raws[1], taps[1], 1.0, length, key, at))
-            meet(met[0])
+            for plane, (scale, target) in enumerate(((channels**-0.5, query), (1.0, key))):
+                plgpu.barrier_wait(readies[plane].at[side])
+                clear_beyond(raw[plane], length)
+                convolved = functools.partial(unit_rows, raw[plane], taps[plane], scale, length, target)
+                over_tiles(few, own, convolved)
+            plgpu.barrier_wait(readies[2].at[side])
+            pl.when(part == 0)(lambda: clear_beyond(raw[2], length))
+            meet(meeting[0])
             totals = total_out.at[row, head, pl.ds(start // TILE, BLOCK // TILE)]
             gates = high.at[side, pl_ds(0, BLOCK)], low.at[side, pl_ds(0, BLOCK)]
-            over_tiles(few, own, gate_rows(columns, speed, bias, lower_bound, length, gates, totals))
-            meet(met[1])
+            over_tiles(few, own, gate_rows(column, speed, bias, lower_bound, length, gates, totals))
+            meet(meeting[1])
             half = (slice(None), pl.ds(part * HALF, HALF))
             scale_channels(
                 (query.at[half], key.at[half]),
                 tuple(gate.at[half] for gate in gates),
                 differences.at[side],
                 beta_rows,
-                columns.at[half],
+                column.at[half],
                 product,
             )
-            meet(met[2])
+            meet(meeting[2])
             i, j = iotas((BLOCK, CHUNK), PRODUCT)
             i = i % CHUNK
 
             @pl.when(part == 0)
             def _values() -> None:
-                for source, target in zip((query, key, columns), (query_out, pull_out, key_out)):
+                fetch(0, *place(turn + 1))
+                for source, target in zip((query, key, column), (query_out, pull_out, key_out)):
                     plgpu.copy_smem_to_gmem(source, target.at[there])
-                attention = own_columns(product((BLOCK, BLOCK), (query, columns.transpose((1, 0)))))
+                attention = own_columns(product((BLOCK, BLOCK), (query, column.transpose((1, 0)))))
                 square = squares.at[side, pl_ds(0, BLOCK)]
                 square[...] = jnp.where(j <= i, attention, 0.0).astype(square.dtype)
-                betas[...] = beta_rows
+                beta_buffer[...] = beta_rows
                 value_taps = load_taps(conv, head, 2)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(square, attention_out.at[there])
-                over_tiles(2 * few, 0, lambda at: value_rows(raws[2], value_taps, betas, gates[0], at))
+                last = BLOCK - TILE
+                over_tiles(2 * few, 0, lambda at: value_rows(raw[2], value_taps, beta_buffer, last - at))
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(gates[0], push_out.at[there])
+                plgpu.copy_smem_to_gmem(raw[2].at[pl_ds(3, BLOCK)], push_out.at[there])
 
             @pl.when(part == 1)
             def _inverse() -> None:
-                lower = own_columns(product((BLOCK, BLOCK), (key, columns.transpose((1, 0)))))
+                lower = own_columns(product((BLOCK, BLOCK), (key, column.transpose((1, 0)))))
                 solved[side, pl_ds(0, BLOCK), :] = jnp.where(j < i, lower, 0.0)
                 plgpu.commit_smem()
                 invert(solved, side)
@@ -375,11 +394,15 @@ def intra(
                 inverse = plgpu.load(solved.at[side, pl_ds(0, BLOCK)], layout=PRODUCT, optimized=False)
                 square[...] = inverse.astype(square.dtype)
                 plgpu.commit_smem()
+                fetch(1, *place(turn + 1))
                 plgpu.copy_smem_to_gmem(square, inverse_out.at[there])
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            meet(met[3])
+            meet(meeting[3])
+            fetch(2, *place(turn + 1))
 
+        for plane in range(3):
+            fetch(plane, *place(jnp.int32(0)))
         lax.fori_loop(0, -(-pieces // (SIDES * workers)), block, None)
 
     blocks = tokens // BLOCK
@@ -415,7 +438,7 @@ def intra(
                 plgpu.SMEM((SIDES, 2 * BLOCK, CHUNK), jnp.bfloat16, transforms=NARROW),
             ),
             plgpu.SMEM((SIDES, BLOCK), jnp.float32),
-            plgpu.Barrier(num_arrivals=8, num_barriers=SIDES),
+            *(plgpu.Barrier(num_arrivals=count, num_barriers=SIDES) for count in (2, 2, 4)),
             *(plgpu.Barrier(num_arrivals=2, num_barriers=SIDES) for _ in range(4)),
         ),
         compiler_params=plgpu.CompilerParams(

@@ -7,11 +7,13 @@ its kernels while JAX compiles ours; it then waits to be asked for a time, so th
 import functools
 import importlib.util
 import json
+import select
 import statistics
 import subprocess
 import sys
+import time
+import types
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -46,38 +48,53 @@ def jla_prefill(heads: int, tokens: int, slow: bool) -> tuple[Any, tuple[jax.Arr
 
 
 class Fla:
-    """The child that measures fla. As a context manager it ends with the block.
+    """Children that measure fla, one for each group of calls, so that the slow tuning of one delays no other.
 
-    Calls are named ("recurrent" | "chunk", rows, tokens, heads, slow).
+    Calls are tuples (name, rows, tokens, heads, slow) with the name "recurrent" or "chunk".
     """
 
     def __init__(self, calls: list[tuple]) -> None:
-        self._child: subprocess.Popen[str] | None = None
+        groups: dict[tuple, list[tuple]] = {}
+        for call in calls:
+            groups.setdefault(call[:1] if call[0] == "recurrent" else call[:4], []).append(call)
+        self._children: dict[tuple, subprocess.Popen[str]] = {}
         if importlib.util.find_spec("fla") and importlib.util.find_spec("torch"):
-            command = [sys.executable, "-m", "pallas.kda.peers", json.dumps(calls)]
-            pipe = subprocess.PIPE
-            self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+            for group in groups.values():
+                command = [sys.executable, "-m", "pallas.kda.peers", json.dumps(group)]
+                pipe = subprocess.PIPE
+                child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+                self._children.update(dict.fromkeys(group, child))
 
-    def __enter__(self) -> "Fla":
-        return self
+    def wait(self, seconds: float) -> None:
+        """Until all are ready; ends those that take longer, for they would disturb what is measured then."""
+        deadline = time.monotonic() + seconds
+        for child in set(self._children.values()):
+            assert child.stdout is not None
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([child.stdout], [], [], left)[0]:
+                child.kill()
+            child.stdout.readline()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._child.wait()
+    def close(self) -> None:
+        """Ends all children."""
+        for child in self._children.values():
+            child.kill()
+            child.wait()
 
     def time(self, call: tuple) -> float:
-        """Median microseconds of a call; raises `ImportError` without fla and `RuntimeError` where it failed."""
-        if self._child is None:
+        """Median microseconds of a call; raises `ImportError` without fla and `TimeoutError` where it has none."""
+        child = self._children.get(call)
+        if child is None:
             raise ImportError("fla is not installed", name="fla-core")
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        self._child.stdin.write(json.dumps(call) + "\n")
-        answer = self._child.stdout.readline()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(json.dumps(call) + "\n")
+        except BrokenPipeError:
+            raise TimeoutError("fla was not tuned in time") from None
+        answer = child.stdout.readline()
         if not answer.startswith("{"):
-            raise RuntimeError(f"fla gave no time for {call}")
+            raise TimeoutError("fla was not tuned in time")
         return json.loads(answer)["us"]
 
 
@@ -131,12 +148,15 @@ def fla_prepared(name: str, rows: int, tokens: int, heads: int, slow: bool) -> C
         for state in states:
             run(state)
 
+    # A graph keeps no tensor alive: inputs and states must live as long as it does.
+    alive = types.SimpleNamespace(graph=graph, run=run, states=states)
+
     def measure() -> float:
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         samples = []
         for _ in range(12):
             marks[0].record()
-            graph.replay()
+            alive.graph.replay()
             marks[1].record()
             torch.cuda.synchronize()
             samples.append(marks[0].elapsed_time(marks[1]) * 1e3 / sets)
@@ -157,6 +177,7 @@ def serve(calls: list[list]) -> None:
                 ready[json.dumps(call)] = fla_prepared(*call)
             except Exception as error:  # whatever goes wrong with one call must leave the others
                 print(f"note: fla {call}: {type(error).__name__}: {error}"[:300], file=sys.stderr)
+        print("ready", file=answers, flush=True)
         for line in sys.stdin:
             measure = ready.get(line.strip())
             print("no" if measure is None else json.dumps({"us": measure()}), file=answers, flush=True)

@@ -46,7 +46,7 @@ def attend_pages(
     heads: int,
     rank: int,
     scale: float,
-    settings: mosaic_decode.Settings = mosaic_decode.Settings(),
+    settings: mosaic_decode.Settings = mosaic_decode.DEFAULT,
     interpret: Any = None,
 ) -> Float[Array, "B Q R"]:
     """Attention of absorbed queries over the latents themselves; query r is head r % heads of token r // heads."""

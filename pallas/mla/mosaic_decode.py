@@ -53,6 +53,9 @@ class Settings:
     """Start each kernel before the one in front has finished, and wait for it before anything is read."""
 
 
+DEFAULT = Settings()
+
+
 def group_queries(queries: int, most: int = MOST_QUERIES) -> tuple[int, int]:
     """(groups, queries of a group): as few groups of at most `most` as possible, a multiple of 8 queries each."""
     groups = -(-queries // most)
@@ -88,7 +91,7 @@ def require_supported(query: Any, pool: Any, rank: int) -> None:
         raise NotImplementedError(f"mla mosaic decode serves 8-bit pages of a multiple of {TILE} rows, got {page}")
     if rank % 128 or width % 64:
         raise NotImplementedError(
-            f"mla mosaic decode serves a multiple of 128 latent values in rows of a multiple of 64, got {rank} in {width}"
+            f"mla mosaic decode serves multiples of 128 latent values in rows of multiples of 64, got {rank} in {width}"
         )
     if page % TILE and (TILE % page or page % 8):
         raise NotImplementedError(f"mla mosaic decode serves pages of 8, 16, 32 or a multiple of 64 rows, got {page}")
@@ -105,7 +108,7 @@ def attend(
     heads: int,
     rank: int,
     scale: float,
-    settings: Settings = Settings(),
+    settings: Settings = DEFAULT,
     interpret: Any = None,
 ) -> tuple[Float32[Array, "B G S C N"], Float32[Array, "B G S 2 N"]]:
     """Unnormalised O^T, and per query (maximum in base 2, sum), of every part; parts without tokens stay unwritten.
@@ -137,7 +140,7 @@ def attend(
         queries, tiles, shares, shrinks, asked, full, scored, free, *staging = buffers
         part, group, row = (lax.axis_index(name) for name in ("parts", "groups", "rows"))
         role = lax.axis_index("role")
-        if settings.dependent_launch:
+        if settings.dependent_launch and interpret is None:
             plgpu.griddepcontrol_launch_dependents()
             plgpu.griddepcontrol_wait()
         length = lengths[row]

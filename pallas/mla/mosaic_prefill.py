@@ -1,8 +1,8 @@
 """Causal attention over expanded keys and values, as one Mosaic GPU kernel (after FlashAttention-3).
 
-A block takes queries of one head, 64 for each of two or three warpgroups; one more fetches keys and values. The scores of a
-tile are on the tensor cores together with the weighted values of the tile before it, so that the softmax of one runs
-beside the products of the other. A key is a head's own part and a part that all heads share, two buffers and two
+A block takes queries of one head, 64 for each of two or three warpgroups; one more fetches keys and values. The scores
+of a tile are on the tensor cores together with the weighted values of the tile before it, so that the softmax of one
+runs beside the products of the other. A key is a head's own part and a part that all heads share, two buffers and two
 products; nothing is concatenated in memory.
 """
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -76,7 +77,7 @@ def experts(
     Weights act after w2; product and sum in float32, rounded once to `dtype` (default: that of `x`). Raises
     `ValueError` for an expert named twice by a token where ids are known, that is outside of `jax.jit`.
     """
-    if not isinstance(ids, jax.core.Tracer):
+    if not isinstance(ids, Tracer):
         require_distinct(ids)
     scalars = {"beta": beta, "linear_beta": linear_beta}
     return _experts(

@@ -21,6 +21,7 @@ BOUND = 6e-3
 """Relative RMS error: two roundings to bfloat16 and sums in another order make 2.4e-3."""
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def random_experts(experts: int, latent: int, inner: int, seed: int = 0) -> PackedExperts:
     """Random codes; scales around 2^-9, so that activations neither vanish nor saturate."""
     keys = iter(jax.random.split(jax.random.key(seed), 4))

@@ -87,16 +87,21 @@ def _power(exponent: ir.Value) -> ir.Value:
     return arith.muli(exponent, _i32(0x00800080))
 
 
+def _expand_word(word: ir.Value, factor: ir.Value) -> list[ir.Value]:
+    """Four registers of the eight codes of a word: codes j and j + 4 in register j."""
+    registers = []
+    for source in (word, arith.shrui(word, _i32(8))):
+        for mask, shifts in MASKS:
+            spread = arith.muli(arith.andi(source, _i32(mask)), _i32(shifts))
+            registers.append(_multiply(arith.andi(spread, _i32(FIELDS)), factor))
+    return registers
+
+
 def _expand_group(words: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
     """Sixteen registers of the 32 codes of one scale group: word, then pair."""
     limit = _i32(LARGEST_MULTIPLIER)
     factor = _power(arith.addi(arith.minui(scale, limit), _i32(126)))
-    registers = []
-    for word in words:
-        for source in (word, arith.shrui(word, _i32(8))):
-            for mask, shifts in MASKS:
-                spread = arith.muli(arith.andi(source, _i32(mask)), _i32(shifts))
-                registers.append(_multiply(arith.andi(spread, _i32(FIELDS)), factor))
+    registers = [register for word in words for register in _expand_word(word, factor)]
     large = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ugt, scale, limit), [x.type for x in registers], has_else=True)
     with ir.InsertionPoint(large.then_block):
         rest = _power(arith.subi(scale, _i32(1)))
@@ -107,6 +112,7 @@ def _expand_group(words: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
 
 
 def _load_words(pointer: ir.Value, offset: ir.Value) -> list[ir.Value]:
+    """The four words of a scale group."""
     i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
     address = mgpu.utils.getelementptr(pointer, [offset], i8)
     loaded = llvm.load(ir.VectorType.get((4,), i32), address, alignment=16)

@@ -36,6 +36,12 @@ class Generator:
         self.engine, self.card, self.limits = engine, card, limits
         self.jobs, self.metrics, self.log = jobs, metrics, log
 
+    def require_entry(self, context: Context) -> None:
+        """Raises the `Refusal` of a call that need not be read: too late, a closed door, no room."""
+        deadline_of(context)
+        self.jobs.require_open()
+        self.jobs.require_room(1, 0)
+
     async def outputs(self, wish: Wish, context: Context, protocol: str) -> AsyncGenerator[tuple[int, list[Output]]]:
         """Choice and outputs, as they come; each choice ends with a final record. Raises `Refusal`."""
         job: Job | None = None

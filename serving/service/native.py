@@ -23,6 +23,7 @@ class NativeServicer(services.GenerateServicer):
     @answering
     async def Generate(self, request: Any, context: Context) -> None:
         """Streams the answer; each choice ends with a Finish, the call otherwise with a status."""
+        self._generator.require_entry(context)
         wish, prompt = await native_request.read(request, self._card, self._generator.limits)
         start = messages.Start(request_id=wish.id, prompt_tokens=len(wish.tokens))
         choices: dict[int, Choice] = {}

@@ -88,8 +88,8 @@ def answering(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
                 raise
             task.uncancel()
             return await abort(context, refusal, id)
-        except (grpc.aio.AbortError, grpc.aio.UsageError):
-            raise  # there is a status already, or nobody to give it to
+        except grpc.aio.BaseError:
+            raise  # there is a status already, or the client has gone; gRPC knows
         except Exception as error:
             LOGGER.exception("bug", extra={"fields": {"request_id": id, "method": method.__name__}})
             text = f"the service failed ({type(error).__name__}); its log has the request id"

@@ -36,6 +36,7 @@ class WorkerServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     @answering
     async def Generate(self, request: worker.GenerateRequest, context: Context) -> None:
         """Streams the answer; each choice ends with a complete message, the call otherwise with a status."""
+        self._generator.require_entry(context)
         wish = await worker_request.read(request, self._card, self._generator.limits)
         wants = wish.logprobs is not None
         choices = [Choice(index, wish.tokens, wants) for index in range(wish.n)]

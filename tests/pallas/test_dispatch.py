@@ -2,7 +2,7 @@ import inspect
 
 import pytest
 
-from pallas.dispatch import require_gpu, select
+from pallas.dispatch import WrongDevice, require_gpu, select
 
 
 def refuse(reason):
@@ -17,9 +17,23 @@ def test_the_first_that_serves_runs():
     assert select(None, xla=lambda: "portable", mosaic=lambda: "fast")() == "fast"
 
 
-def test_a_named_backend_never_falls_back():
-    with pytest.raises(NotImplementedError, match="no GPU"):
-        select("mosaic", xla=lambda: "portable", mosaic=refuse("no GPU"))()
+def on_a_cpu():
+    require_gpu("kernel")
+
+
+def test_a_named_backend_is_not_replaced_on_a_wrong_device():
+    with pytest.raises(WrongDevice, match="the default backend is 'cpu'"):
+        select("mosaic", xla=lambda: "portable", mosaic=on_a_cpu)()
+
+
+def test_a_named_backend_that_refuses_the_shape_is_replaced_with_a_note(caplog):
+    assert select("mosaic", xla=portable, mosaic=refuse("serves 128 channels, got 64"))() == "portable"
+    assert "serves 128 channels, got 64" in caplog.text
+
+
+def test_a_named_backend_without_another_refuses():
+    with pytest.raises(NotImplementedError, match="too wide"):
+        select("mosaic", mosaic=refuse("too wide"))()
 
 
 def portable():
@@ -29,7 +43,7 @@ def portable():
 def test_an_op_without_the_named_kernel_says_so_and_runs(caplog):
     assert select("triton", mosaic=refuse("no GPU"), xla=portable)() == "portable"
     assert "no triton kernel" in caplog.text
-    assert f"{__name__}.backend" in caplog.text
+    assert f"{__name__}.portable" in caplog.text
 
 
 def test_a_served_name_leaves_no_note(caplog):

@@ -289,13 +289,13 @@ def run_schedule(runner, alone, seed):
 
 
 def test_schedules_equal_solo_runs(runner, alone):
-    for seed in range(25):
+    for seed in range(15):
         run_schedule(runner, alone, seed)
 
 
 @pytest.mark.slow
 def test_500_schedules_equal_solo_runs(runner, alone):
-    for seed in range(25, 525):
+    for seed in range(15, 525):
         run_schedule(runner, alone, seed)
 
 

@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 import checkpoints
 import k3jax
 from k3jax import chat, demo, params, tokenizer
 from k3jax.config import K3Config, nano
+from k3jax.dspark.config import DSparkConfig
+from k3jax.dspark.tensors import draft_specs
 from k3jax.train import corpus, specs, step, tokens
 from k3jax.train.evaluate import evaluate_batches, make_evaluate
 from k3jax.train.forward import Batch
@@ -79,6 +82,18 @@ def test_quantising_the_shipped_experts_again_changes_no_byte(layer: int) -> Non
         again = jax.jit(lambda packed, scale: pack(dequantize(packed, scale)))(*stored)
         for a, b in zip(stored, again, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_the_draft_beside_it_is_small_and_fits_nano() -> None:
+    path = DIRECTORY.with_name("nano-dspark")
+    assert sum(file.stat().st_size for file in path.iterdir()) <= 20_000_000
+    config = DSparkConfig.from_file(path)
+    assert not list(config.misfits(nano()))
+    with safe_open(path / "model.safetensors", framework="numpy") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert shapes == {name: tensor[0] for name, tensor in params.hf_tensors(draft_specs(config)).items()}
+    card = (path / "README.md").read_text(encoding="utf-8")
+    assert all(word in card for word in ("Apache-2.0", "block rule", "held-out", "H200"))
 
 
 @pytest.fixture(scope="module")

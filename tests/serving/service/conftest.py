@@ -14,7 +14,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 import serving
 from serving.core import Core
 from serving.engine import Engine
-from serving.plan import Shape
+from serving.plan import RowResult, Shape
 from serving.prefix_file import Prefix
 from serving.scheduler import SchedulerOptions
 from serving.service.model_card import ModelCard
@@ -38,6 +38,18 @@ class PacedRunner(FakeRunner):
         self.go_on.wait()
         time.sleep(self.seconds)
         return super().dispatch(plan)
+
+    def say(self, row, state):
+        said = super().say(row, state)
+        mask = row.sequence.mask if row.sequence.request.constraint is not None else None
+        if mask is None:
+            return said
+        bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
+        token = allowed[said.tokens[0] % len(allowed)]
+        self.token[row.row] = token
+        self.alive[row.row] = token not in row.sequence.request.stops
+        return RowResult([token], [-0.5], True)
 
     # States of one size, so that another server can take them.
 

@@ -195,3 +195,40 @@ def test_8_a_nan_ends_one_request_with_its_id(start):
         expected = solo([n, n + 1], 30, (49,))
         if 13 not in expected:
             assert list(next(call).complete.output_ids) == expected
+
+
+def test_1_what_is_too_late_is_not_even_read():
+    """A past deadline is refused before the prompt is encoded."""
+    from serving.service.generation import deadline_of
+    from serving.service.refusals import Refusal
+
+    class Context:
+        def __init__(self, left):
+            self.left = left
+
+        def time_remaining(self):
+            return self.left
+
+    for left in (0, -1.0):
+        with pytest.raises(Refusal, match="had passed") as late:
+            deadline_of(Context(left))
+        assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert deadline_of(Context(None)) is None
+    assert deadline_of(Context(5.0)) == pytest.approx(time.monotonic() + 5, abs=0.1)
+
+
+def test_a_call_that_cannot_enter_is_not_read(start, nano_tokenizer, monkeypatch):
+    from serving.service import native_request
+
+    running = start(nano_tokenizer, queue_limit=0, rows=1, seconds=0.01)
+    call = running.worker.Generate(tokenized([1], max_tokens=300, ignore_eos=True))
+    next(call)
+
+    async def never(*args):
+        raise AssertionError("the prompt was read")
+
+    monkeypatch.setattr(native_request, "read", never)
+    with pytest.raises(serving.ServiceError) as refused:
+        list(running.client.generate("text"))
+    assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    call.cancel()

@@ -173,3 +173,16 @@ def test_an_id_in_use_is_refused(ids_only):
     with pytest.raises(grpc.RpcError, match="'same' is in use"):
         list(ids_only.worker.Generate(tokenized([1], request_id="same")))
     call.cancel()
+
+
+def test_a_constraint_is_followed(with_text):
+    pytest.importorskip("llguidance")
+    result = with_text.client.generate("pick ", choice=["alpha", "beta"], max_tokens=20).result
+    assert result.text in ("alpha", "beta")
+    assert result.finish_reason == "stop"
+    with pytest.raises(serving.ServiceError) as refused:
+        list(with_text.client.generate("pick ", regex="(", max_tokens=20))
+    assert (refused.value.code, refused.value.field) == (grpc.StatusCode.INVALID_ARGUMENT, "constraint.regex")
+    request = tokenized([1, 2], stream=False, max_tokens=20, regex="[0-9]{3}")
+    (message,) = with_text.worker.Generate(request)
+    assert message.complete.finish_reason == "stop"

@@ -70,6 +70,9 @@ def test_4_a_hurried_drain_gives_every_client_a_status(start):
     running = start(seconds=0.01)
     calls = [running.worker.Generate(tokenized([n, 3], max_tokens=390, ignore_eos=True)) for n in range(6)]
     next(calls[0])
+    running.runner.go_on.clear()
+    while running.service.jobs.accepted < 6:
+        time.sleep(0.001)
 
     async def drain():
         hurry = asyncio.Event()
@@ -85,12 +88,15 @@ def test_4_a_hurried_drain_gives_every_client_a_status(start):
 
 def test_7_a_crash_gives_every_stream_internal_with_its_id(start):
     running = start(seconds=0.005)
+    running.runner.go_on.clear()
     calls = [
         running.worker.Generate(tokenized([n], max_tokens=390, request_id=f"r{n}", ignore_eos=True)) for n in range(6)
     ]
-    next(calls[0])
+    while len(running.service.jobs) < 6:
+        time.sleep(0.001)
     start_time = time.monotonic()
-    running.in_engine(lambda: setattr(running.runner, "collect", None))
+    running.runner.collect = None
+    running.runner.go_on.set()
     for n, call in enumerate(calls):
         with pytest.raises(grpc.RpcError) as ended:
             list(call)
