@@ -140,6 +140,6 @@ def test_a_resumed_run_is_bit_identical(
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_a_phase_needs_one_length() -> None:
-    with pytest.raises(ValueError, match="phase chat: steps is None, seconds is None; give exactly one"):
+def test_a_phase_needs_a_length() -> None:
+    with pytest.raises(ValueError, match="phase chat: steps and seconds are None; give one of them or both"):
         Phase(name="chat", batches=lambda i: i, peak=1.0)

@@ -16,6 +16,7 @@ from serving.core import Core
 from serving.engine import Engine
 from serving.plan import RowResult, Shape
 from serving.prefix_file import Prefix
+from serving.request import Alternatives
 from serving.scheduler import SchedulerOptions
 from serving.service.model_card import ModelCard
 from serving.service.options import ServiceOptions
@@ -38,6 +39,12 @@ class PacedRunner(FakeRunner):
         self.go_on.wait()
         time.sleep(self.seconds)
         return super().dispatch(plan)
+
+    def prefill(self, row, state):
+        said = super().prefill(row, state)
+        if not row.sequence.wants_prompt:
+            return said
+        return said._replace(prompt=[(-0.25, Alternatives([token], [-0.25])) for token in row.ids])
 
     def say(self, row, state):
         said = super().say(row, state)

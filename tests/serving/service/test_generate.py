@@ -186,3 +186,14 @@ def test_a_constraint_is_followed(with_text):
     request = tokenized([1, 2], stream=False, max_tokens=20, regex="[0-9]{3}")
     (message,) = with_text.worker.Generate(request)
     assert message.complete.finish_reason == "stop"
+
+
+def test_log_probabilities_of_the_prompt_come_first(ids_only):
+    stream = ids_only.client.generate([5, 6, 7], max_tokens=3, prompt_logprobs=1, ignore_eos=True)
+    assert stream.result.usage["cached_tokens"] == 0
+    first, *others = stream.prompt_logprobs
+    assert not first.HasField("logprob")
+    assert [entry.token_id for entry in (first, *others)] == [5, 6, 7]
+    assert [entry.logprob for entry in others] == [-0.25, -0.25]
+    chunk, *_, last = ids_only.worker.Generate(tokenized([5, 6, 7], max_tokens=3, prompt_logprobs=1))
+    assert len(chunk.chunk.input_logprobs.token_logprobs) == len(last.complete.input_logprobs.token_logprobs) == 3
