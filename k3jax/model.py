@@ -55,7 +55,7 @@ class Layer(nnx.Module):
         self.ffn = (
             LatentMoe(config, parameters["ffn"], implementation)
             if config.is_moe(layer)
-            else Mlp(config, parameters["ffn"])
+            else Mlp(config, parameters["ffn"], implementation)
         )
 
     def feed_forward(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Routing | None]:
@@ -87,6 +87,7 @@ class K3(nnx.Module):
         self.output_res = AttnRes(parameters["output_res"], config.norm_eps, implementation)
         self.norm = RmsNorm(parameters["norm"], config.norm_eps)
         self.head = nnx.Param(parameters["head"])
+        self.implementation: Implementation = implementation
 
     def __call__(
         self, ids: Int32[Array, "B T"], rows: Rows, cache: K3Cache | None = None, *, trace: bool = False
@@ -116,5 +117,5 @@ class K3(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """float32 logits over the vocabulary, rounded to the model's dtype first as the released code does."""
-        (logits,) = gemv.project(hidden, self.head[...])
+        (logits,) = gemv.project(hidden, self.head[...], implementation=self.implementation)
         return logits.astype(jnp.float32)

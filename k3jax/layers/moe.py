@@ -29,7 +29,7 @@ class LatentMoe(nnx.Module):
         self.latent_down = nnx.Param(parameters["latent_down"])
         self.latent_norm = RmsNorm(parameters["latent_norm"], config.norm_eps)
         self.latent_up = nnx.Param(parameters["latent_up"])
-        self.shared = Mlp(config, parameters["shared"])
+        self.shared = Mlp(config, parameters["shared"], implementation)
         self.experts = nnx.Dict({name: nnx.Param(array) for name, array in parameters["experts"].items()})
         self.k = config.moe.num_experts_per_token
         self.scaling = config.moe.routed_scaling_factor
