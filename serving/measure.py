@@ -133,12 +133,21 @@ def first_token(prompt: int) -> tuple[float, float]:
     return float(np.median(misses)), float(np.median(hits))
 
 
+def check(**least: tuple[int, int]) -> None:
+    """Raises `ValueError` for a flag's value below its least: name=(value, least)."""
+    for name, (value, bound) in least.items():
+        if value < bound:
+            raise ValueError(f"--{name} is {value}, expected at least {bound}")
+
+
 def main() -> int:
-    """Prints a table."""
+    """Prints a table; returns the exit code."""
     import tyro
 
     def command(prompt: int = 8192, nodes: int = 100_000, rows: int = 64, model: bool = True) -> int:
         """Measures lookup, host work per step and the time to the first token.
+
+        Examples: `python -m serving.measure`, `python -m serving.measure --no-model --rows 16`.
 
         Args:
             prompt: tokens of the repeated prompt
@@ -146,6 +155,11 @@ def main() -> int:
             rows: that decode
             model: measure the shipped model too
         """
+        try:
+            check(prompt=(prompt, 64), nodes=(nodes, 100), rows=(rows, 1))
+        except ValueError as error:
+            print(f"serving.measure: {error}", file=sys.stderr)
+            return 2
         print(f"lookup of 8192 tokens among {nodes} nodes   {1e6 * lookup(nodes):8.1f} us")
         print(f"host work per step, {rows} rows            {1e6 * host_step(rows):8.1f} us")
         if model:

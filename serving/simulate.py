@@ -243,6 +243,8 @@ class Simulation:
     def report(self, policy: str, seconds: int | float) -> Report:
         """The figures of the run."""
         counters = self.core.counters
+        if not self._ttft:
+            raise ValueError("the trace has no requests, expected at least one")
         return Report(
             policy=policy,
             requests=len(self._ttft),
@@ -277,7 +279,9 @@ def simulate(policy: str, trace: Iterable[TraceRequest], core: Core) -> Report:
 def divide_memory(
     cost: ModelCost, total: int | float, state_fraction: int | float, page_size: int, unit: int
 ) -> CacheOptions:
-    """Pools that together take `total` bytes, `state_fraction` of them for states."""
+    """Pools that together take `total` bytes, `state_fraction` of them for states. Raises `ValueError`."""
+    if not 0 < state_fraction < 1:
+        raise ValueError(f"the fraction of the memory for states is {state_fraction}, expected one between 0 and 1")
     pages = int(total * (1 - state_fraction) / (cost.latent_bytes_per_token * page_size))
     slots = int(total * state_fraction / cost.state_bytes)
     return CacheOptions(pages=max(pages, 2) + 1, slots=max(slots, 2) + 1, page_size=page_size, unit=unit)

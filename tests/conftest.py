@@ -1,10 +1,18 @@
 """Strict settings for every test: they must be in place before JAX starts a backend."""
 
+# ruff: noqa: E402 - what is set before an import must be
 import os
+import random
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# beartype looks at one item of a list, drawn by the global generator in whatever thread calls: Hypothesis, which
+# watches that generator, would see threads of a running service. Its own generator is bound as it is imported.
+_global_bits, random.getrandbits = random.getrandbits, random.Random(0).getrandbits
+
+random.getrandbits = _global_bits
 
 import hypothesis
 import jax

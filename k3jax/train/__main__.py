@@ -2,6 +2,7 @@
 
 Examples:
     python -m k3jax.train pretrain --config tiny --out run --steps 20 --rows 4 --length 64 --limit-mb 1
+    python -m k3jax.train pretrain --config nano --out run --steps 1 --rows 2 --length 64 --limit-mb 1.5
     python -m k3jax.train prepare --config nano --out data
     python -m k3jax.train pretrain --config nano --data data --out run --seconds 350 --chat-seconds 90
     python -m k3jax.train settle --checkpoint run/checkpoint --data data --out settled
@@ -297,9 +298,25 @@ def _prepare(command: Prepare) -> None:
     print(json.dumps(programs.prepare(settings)))
 
 
-def _pretrain(command: Pretrain) -> None:
+def _check(command: Pretrain) -> None:
+    """Refuses what would fail only after minutes of compiling or preparing."""
+    from k3jax.train import data
+
     if command.steps is None and command.seconds is None:
         raise UsageError("give --steps, --seconds or both")
+    least = {"steps": 0, "seconds": 0, "chat_steps": 0, "chat_seconds": 0, "rows": 1, "length": 1}
+    least |= {"micro_batches": 1, "settle_batches": 1, "settle_rounds": 0}
+    for name, bound in least.items():
+        if (value := getattr(command, name)) is not None and value < bound:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}, expected at least {bound}")
+    if command.initial is not None and not command.initial.exists():
+        raise FileNotFoundError(f"--initial {command.initial} does not exist; give the directory of a checkpoint")
+    if command.data is not None and not command.wait:
+        data.wait_for(command.data, 0.0)
+
+
+def _pretrain(command: Pretrain) -> None:
+    _check(command)
     import jax
 
     import checkpoints
@@ -370,7 +387,7 @@ def _draft(command: Draft) -> None:
     from checkpoints import orbax_adapter
     from k3jax.train import data, draft_data, draft_program
 
-    data.wait_for(command.data, 0)
+    data.wait_for(command.data, 0.0)
     model = _target(command)
     config = draft_program.draft_config(
         model.config,
@@ -423,7 +440,7 @@ def _acceptance(command: Acceptance) -> None:
     from k3jax import api
     from k3jax.train import data, draft_acceptance, draft_data
 
-    data.wait_for(command.data, 0)
+    data.wait_for(command.data, 0.0)
     model = _target(command)
     names = ("rows", "prompt", "long_prompt", "tokens", "temperature", "seed")
     protocol = draft_acceptance.Protocol(**{name: getattr(command, name) for name in names})

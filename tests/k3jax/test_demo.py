@@ -8,6 +8,7 @@ import pytest
 from k3jax import api, demo
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (api.shipped_checkpoint() / "model.safetensors").is_file(), reason="checkpoints/nano is absent")
 def test_the_demo_writes_python(capsys):
     assert demo.main() == 0

@@ -50,7 +50,7 @@ def draft_directory(target, tmp_path_factory):
 
 
 def tokens(model, **options):
-    stream = api.generate(model, PROMPTS, max_tokens=24, ignore_eos=True, as_ids=True, **options)
+    stream = api.generate(model, PROMPTS, max_tokens=48, ignore_eos=True, as_ids=True, **options)
     list(stream)
     return [result.ids for result in stream.results], stream.statistics
 
@@ -71,7 +71,7 @@ def test_sampling_with_a_draft_is_repeatable(target, draft_directory):
     first, _ = tokens(model, temperature=0.9, seed=4)
     second, _ = tokens(model, temperature=0.9, seed=4)
     assert first == second
-    assert [len(row) for row in first] == [24] * 3
+    assert [len(row) for row in first] == [48] * 3
 
 
 def test_auto_takes_the_directory_beside_the_checkpoint(target, draft_directory, tmp_path):

@@ -193,8 +193,15 @@ def sharded(config, tree, preset):
     return layout, step.split(K3(config, placed))
 
 
-@pytest.mark.parametrize("preset", ["tp2", "tp8"])
-@pytest.mark.parametrize("name", ["eight_heads", "nano"])
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("eight_heads", "tp8"),
+        ("nano", "tp2"),
+        pytest.param("eight_heads", "tp2", marks=pytest.mark.slow),
+        pytest.param("nano", "tp8", marks=pytest.mark.slow),
+    ],
+)
 def test_a_mesh_equals_one_device(random_tree, preset, name):
     config = nano()
     if name == "eight_heads":

@@ -343,7 +343,7 @@ def test_widths_follow_the_confidence_and_change_nothing_else(config, target, dr
     assert speculate.speculate._cache_size() == before + 1
 
 
-@pytest.mark.parametrize("rule", ["block", "standard"])
+@pytest.mark.parametrize("rule", ["block", pytest.param("standard", marks=pytest.mark.slow)])
 def test_sampled_pairs_follow_the_target(config, target, draft, rule):
     """Chi-square over residues of the first two tokens after the anchor, at temperature with top-k and top-p.
 

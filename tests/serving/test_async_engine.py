@@ -1,6 +1,7 @@
 """The engine's thread and its streams, on the fake device."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -55,10 +56,14 @@ def test_errors_reach_the_caller(engine):
     async def main():
         with pytest.raises(RequestError, match="prompt is empty"):
             await engine.submit(request("a", []))
-        stream = await engine.submit(request("b", max_tokens=40))
-        with pytest.raises(RequestError, match="'b' is in use"):
-            await engine.submit(request("b"))
-        stream.cancel()
+        go_on = threading.Event()
+        engine.call(lambda: go_on.wait(10))  # else the first may be over before the second comes
+        both = [asyncio.ensure_future(engine.submit(request("b"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        go_on.set()
+        stream, refused = await asyncio.gather(*both, return_exceptions=True)
+        assert isinstance(refused, RequestError)
+        assert "'b' is in use" in str(refused)
         await read(stream)
 
     asyncio.run(main())

@@ -32,6 +32,7 @@ def test_a_prefix_travels_as_bytes(runner, alone, exported):
     assert serve(core, request(tokens, 7)).final[0].cached_tokens == 0, "another salt"
 
 
+@pytest.mark.slow
 def test_the_draft_s_rows_travel_too(drafting, alone):
     core, tokens = build_core(drafting), prompt(91, 21)
     serve(core, request(tokens, 5))

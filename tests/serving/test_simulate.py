@@ -112,6 +112,14 @@ def test_memory_is_divided():
     states, latents = (cache.slots - 1) * COST.state_bytes, (cache.pages - 1) * 256 * COST.latent_bytes_per_token
     assert states == pytest.approx(40 * 2**30, rel=0.02)
     assert latents == pytest.approx(60 * 2**30, rel=0.02)
+    with pytest.raises(ValueError, match="for states is 2, expected one between 0 and 1"):
+        divide_memory(COST, 2**30, 2, 256, 64)
+
+
+def test_a_trace_without_requests_is_refused():
+    core = build("lru:prompt", COST, DEVICE, CacheOptions(pages=9, slots=9), SchedulerOptions())
+    with pytest.raises(ValueError, match="the trace has no requests"):
+        simulate("lru:prompt", [], core)
 
 
 def test_a_bad_policy_is_named():

@@ -58,7 +58,7 @@ def texts():
     return ((start + 7 * np.arange(24)[None]) % 60).astype(np.int32)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_packed_pass_equals_drafting_one_by_one(target, config, texts, causal):
     config = dataclasses.replace(config, causal=causal)
     draft = DSpark(config, draft_run.create(config, 1).masters)

@@ -145,6 +145,10 @@ def test_another_vocabulary_is_refused(prepared: Path, small_model: K3Config, tm
     ("arguments", "code", "message"),
     [
         (["pretrain", "--out", "{tmp}"], 2, "give --steps, --seconds or both"),
+        (["pretrain", "--out", "{tmp}", "--steps", "-1"], 2, "--steps is -1, expected at least 0"),
+        (["pretrain", "--out", "{tmp}", "--steps", "1", "--rows", "0"], 2, "--rows is 0, expected at least 1"),
+        (["pretrain", "--out", "{tmp}", "--steps", "1", "--data", "{tmp}/no"], 1, "does not exist; run `python -m"),
+        (["pretrain", "--out", "{tmp}", "--steps", "1", "--initial", "{tmp}/no"], 1, "does not exist; give the"),
         (["baseline", "--data", "{tmp}/nothing"], 1, "does not exist; run `python -m k3jax.train prepare"),
         (["draw", "--out", "{tmp}/a.png", "--logs", "x", "y", "--names", "one"], 2, "1 names for 2 logs"),
     ],
@@ -165,13 +169,17 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_nano_pretrains_and_continues_from_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nano_pretrains_and_continues_from_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = step.data_mesh(jax.devices()[:1])  # as on a machine with one CPU device
+    monkeypatch.setattr(step, "data_mesh", lambda: mesh)
     shape = ["--config", "nano", "--rows", "8", "--length", "64", "--settle-batches", "1", "--settle-rounds", "1"]
     first, second = tmp_path / "first", tmp_path / "second"
     assert command.main(["pretrain", *shape, "--out", str(first), "--steps", "1", "--limit-mb", "1.5"]) == 0
-    start = json.loads(capsys.readouterr().out)["pretrain"]["validation_nats_per_token"]
+    start = json.loads(capsys.readouterr().out.splitlines()[-1])["pretrain"]["validation_nats_per_token"]
     assert 7.5 < start < 9.5  # about the logarithm of 4,096 ids
     checkpoints.check(first / "checkpoint", CONFIGS["nano"]())
     more = ["--data", str(first / "data"), "--initial", str(first / "checkpoint"), "--steps", "3"]
     assert command.main(["pretrain", *shape, *more, "--out", str(second)]) == 0
-    assert json.loads(capsys.readouterr().out)["pretrain"]["validation_nats_per_token"] < start
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["pretrain"]["validation_nats_per_token"] < start

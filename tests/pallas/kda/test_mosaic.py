@@ -136,6 +136,7 @@ def test_start_states_compose_the_maps_interpreted(close):
         state = state @ maps[:, segment, mosaic_affine.TRANSITION] + maps[:, segment, mosaic_affine.LOCAL]
 
 
+@pytest.mark.slow
 def test_gradients_are_the_portable_form_s(make_case):
     """The kernel itself has no derivative; here the portable form stands for it."""
     case = make_case(1, 20, 1, 32)

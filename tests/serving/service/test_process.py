@@ -139,6 +139,7 @@ def tiny_checkpoint(tiny_config, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_tokenizer_serves_ids(tiny_checkpoint):
     """The program as users start it: a real model, compiled before the ready line."""
     sizes = {"max-num-seqs": 2, "max-prefill-tokens": 16, "max-length": 96, "page-size": 8, "prefix-match-unit": 4}
