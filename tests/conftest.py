@@ -1,6 +1,7 @@
 """Strict settings for every test: they must be in place before JAX starts a backend."""
 
 # ruff: noqa: E402 - what is set before an import must be
+import importlib
 import os
 import random
 from pathlib import Path
@@ -11,7 +12,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # beartype looks at one item of a list, drawn by the global generator in whatever thread calls: Hypothesis, which
 # watches that generator, would see threads of a running service. Its own generator is bound as it is imported.
 _global_bits, random.getrandbits = random.getrandbits, random.Random(0).getrandbits
-
+importlib.import_module("beartype")
 random.getrandbits = _global_bits
 
 import hypothesis
