@@ -117,9 +117,13 @@ def test_an_engine_that_fails_ends_the_process(fakes, name, trouble, code, log):
         (["--retention", "all"], "'all' is not one of"),
     ],
 )
-def test_wrong_flags_are_one_line_and_exit_code_2(flags, message, capsys):
-    from serving.service import program
+def test_wrong_flags_are_one_line_and_exit_code_2(flags, message, capsys, monkeypatch):
+    from serving.service import program, request_log
 
+    # The program sends the log to this test's standard error, which later tests do not have.
+    log = request_log.LOGGER
+    for name, value in {"handlers": log.handlers[:], "level": log.level, "propagate": log.propagate}.items():
+        monkeypatch.setattr(log, name, value)
     assert program.main(flags) == 2
     text = capsys.readouterr().err
     assert message in text
