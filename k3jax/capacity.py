@@ -26,7 +26,7 @@ from k3jax.config import K3Config
 from k3jax.dspark.config import DSparkConfig
 from k3jax.dspark.tensors import draft_specs
 from k3jax.logit_rules import mask_words
-from k3jax.params import ParamSpec, flatten, model_specs
+from k3jax.params import ParamSpec, Tree, flatten, model_specs
 
 
 class CapacityError(ValueError):
@@ -133,7 +133,7 @@ def footprint(
     one_more_slot, one_more_page = _cache(config, layout, 3, 2, **settings), _cache(config, layout, 2, 3, **settings)
     item = jnp.dtype(dtype).itemsize
     row_width = 0 if draft is None else draft.num_layers * draft.attention.row_width
-    own = 0 if draft is None else sum(_whole(spec, dtype) for _, spec in flatten(draft_specs(draft)))
+    own = 0 if draft is None else tree_bytes(draft_specs(draft), dtype)
     return Footprint(
         devices=math.prod(layout.mesh.shape.values()),
         weights=sum(weights.values()) + own,
@@ -147,8 +147,9 @@ def footprint(
     )
 
 
-def _whole(spec: ParamSpec, dtype: Any) -> int:
-    return math.prod(spec.shape) * spec.array_dtype(dtype).itemsize
+def tree_bytes(specs: Tree, dtype: Any) -> int:
+    """Bytes of a tree of specs, undivided."""
+    return sum(math.prod(spec.shape) * spec.array_dtype(dtype).itemsize for _, spec in flatten(specs))
 
 
 def _parameter(spec: ParamSpec, layout: sharding.Layout, dtype: Any) -> int:

@@ -105,7 +105,7 @@ def read_config(name: str) -> Any:
     if name in CONFIGS:
         return getattr(config, name)()
     program.require_path(Path(name), "--config")
-    return config.K3Config.from_hf(config.read_json(name, "config.json"))
+    return config.K3Config.from_file(name)
 
 
 def _check(options: Options) -> None:

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
+from k3jax.cache import Leaf
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this one mean argmax."""
 
@@ -61,9 +63,6 @@ _RANGES = {
     "frequency_penalty": _Range(0.0, -2, 2, np.float32),
     "seed": _Range(0, 0, 2**32 - 1, np.uint32),
 }
-
-Leaf = Any
-"""An array, or what a transformation puts in its place: a tracer, an abstract value, a sharding."""
 
 Setting = int | float | Sequence[int | float]
 """One value for all rows, or one per row."""

@@ -32,6 +32,14 @@ def require_gpu(name: str) -> None:
         raise WrongDevice(f"{name} runs on GPUs, the default backend is {platform!r}")
 
 
+def require_hopper(name: str) -> None:
+    """Raises `WrongDevice` unless the default device has the instructions that the Mosaic kernels use."""
+    require_gpu(name)
+    capability = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
+    if not capability.startswith("9."):
+        raise WrongDevice(f"{name} needs compute capability 9.x (H100, H200), this GPU has {capability}")
+
+
 def select(implementation: Implementation, **backends: Callable[..., Any]) -> Callable[..., Any]:
     """A callable that runs `implementation`, or the first backend that does not refuse: see above for the rule.
 

@@ -100,11 +100,6 @@ class Budgets:
         """Sort key among sequences that wait for their next chunk."""
         return (sequence.request.priority, self._prefill.time(sequence.kind), sequence.arrival, sequence.order)
 
-    @property
-    def reserved(self) -> dict[str, int]:
-        """Pages by class."""
-        return {name: self._reserved[name] for name in self.classes}
-
 
 class WaitingQueue:
     """Sequences by priority, tenant and class; tenants of one priority take turns by the work they were given."""

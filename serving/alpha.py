@@ -85,6 +85,20 @@ class AlphaTuner:
         self._best = max(self._candidates, key=lambda alpha: (saved[alpha], -alpha))
 
 
+def parse_eviction(text: str, cache: CacheOptions, cost: ModelCost) -> tuple[float, AlphaTuner | None]:
+    """Alpha at first and what tunes it, of `lru`, `flop` (tuned while the engine runs) or `flop=ALPHA`.
+
+    Raises `ValueError` for anything else.
+    """
+    kind, _, alpha = text.partition("=")
+    if kind not in ("lru", "flop"):
+        raise ValueError(f"eviction is {text!r}, expected lru, flop or flop=ALPHA")
+    if kind == "lru" or alpha:
+        return float(alpha or 0.0), None
+    # Long enough to fill the memory several times over: before that every alpha looks alike.
+    return 0.0, AlphaTuner(cache, cost, window=max(256, 4 * cache.slots))
+
+
 def replay(cache: PrefixCache, visit: Visit) -> float:
     """Lets a request pass through a cache; returns the FLOPs that its hit saves."""
     match = cache.match(visit.path, visit.tokens - 1)

@@ -26,7 +26,7 @@ def wanted(plan: Plan, prefill: Prefilled | None, decode: Decoded | None) -> Ite
 
 def read(plan: Plan, prefill: Prefilled | None, decode: Decoded | None, *, blocks: bool, top: int) -> StepResult:
     """Waits for the answers to `plan`. `blocks`: whether `decode` comes from `device.speculate`."""
-    first, captures = ([], []) if prefill is None else _prefill(plan, prefill, top)
+    first, captures = ([], []) if prefill is None else _prefill(plan, prefill)
     if decode is None:
         return StepResult(first, captures, [])
     host = np.asarray(decode.answer)
@@ -64,7 +64,7 @@ def _blocks(plan: Plan, host: np.ndarray) -> list[RowResult]:
     return said
 
 
-def _prefill(plan: Plan, answer: Prefilled, top: int) -> tuple[list[RowResult], list[list[bool]]]:
+def _prefill(plan: Plan, answer: Prefilled) -> tuple[list[RowResult], list[list[bool]]]:
     """Rows of `device.prefill`, and which of their captured states are finite."""
     host = np.asarray(answer.answer)
     numbers, logprobs = host.tolist(), np.ascontiguousarray(host[:, 1]).view(np.float32).tolist()

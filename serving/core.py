@@ -64,7 +64,6 @@ class Core:
         self._flying: collections.deque[tuple[Plan, Any]] = collections.deque()
         self._deadlines = Deadlines()
         self._order = itertools.count()
-        self._roots: dict[str, bytes] = {}
         self._ahead, self._tuner, self._check_model = ahead, tuner, check
         self._last_loads: tuple[int | float, int] = (clock(), 0)
         self.tiers = tiers
@@ -90,7 +89,7 @@ class Core:
         return sequence
 
     def _chain(self, request: Request) -> HashChain:
-        root = self._roots.setdefault(request.salt, root_digest(self.options.model_id, request.salt))
+        root = root_digest(self.options.model_id, request.salt)
         return HashChain(root, self.cache.options.unit, request.tokens, request.images)
 
     def check(self, request: Request) -> None:

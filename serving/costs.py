@@ -22,6 +22,8 @@ class ModelCost:
     active_weight_bytes: int | float = 0.0
     """Weights read for one token."""
     weight_bytes: int | float = 0.0
+    touched: int | float = 1.0
+    """Part of the routed experts that one token needs."""
 
     @classmethod
     def of(
@@ -47,6 +49,7 @@ class ModelCost:
             state_bytes=len(config.kda_layers) * state,
             active_weight_bytes=2 * dense + bits * routed * config.moe.num_experts_per_token,
             weight_bytes=2 * dense + bits * routed * config.moe.num_experts,
+            touched=config.moe.num_experts_per_token / config.moe.num_experts,
         )
 
     def prefill_flops(self, start: int, end: int) -> float:
@@ -85,35 +88,28 @@ def _expert_parameters(config: K3Config) -> int:
 class Device:
     """A group of devices as one roofline."""
 
-    name: str
     flops: int | float
     """FLOPs a second that prefill reaches, all devices together."""
     bandwidth: int | float
     """Bytes a second that decode reaches, all devices together."""
-    memory: int | float
-    """Bytes of all devices."""
     overhead: int | float = 5e-4
     """Seconds of a step that neither roof explains."""
-    host_bandwidth: int | float = 50e9
-    """Bytes a second between host memory and the devices."""
 
     def prefill_seconds(self, cost: ModelCost, start: int, end: int) -> float:
         """Time of tokens `start` to `end` of a prompt, without the overhead of a step."""
         return cost.prefill_flops(start, end) / self.flops
 
-    def decode_seconds(self, cost: ModelCost, contexts: list[int], experts: int | float) -> float:
-        """Time of a step with one token for each of the `contexts` (lengths), without overhead.
-
-        `experts`: fraction of the routed experts that the batch touches.
-        """
+    def decode_seconds(self, cost: ModelCost, contexts: list[int]) -> float:
+        """Time of a step with one token for each of the `contexts` (lengths), without overhead."""
         if not contexts:
             return 0.0
+        experts = 1 - (1 - cost.touched) ** len(contexts)
         weights = cost.active_weight_bytes + (cost.weight_bytes - cost.active_weight_bytes) * experts
         latents = sum(contexts) * cost.latent_bytes_per_token
         return (weights + latents + 2 * cost.state_bytes * len(contexts)) / self.bandwidth
 
 
 DEVICES = {
-    "h200x8": Device(name="h200x8", flops=8 * 400e12, bandwidth=8 * 3.6e12, memory=8 * 141e9),
-    "gb300x16": Device(name="gb300x16", flops=16 * 1.5e15, bandwidth=16 * 6.5e12, memory=16 * 279e9),
+    "h200x8": Device(flops=8 * 400e12, bandwidth=8 * 3.6e12),
+    "gb300x16": Device(flops=16 * 1.5e15, bandwidth=16 * 6.5e12),
 }

@@ -18,7 +18,7 @@ from k3jax.cache import K3Cache, KdaCache, Leaf, MlaCache, Rows
 from k3jax.logit_rules import LogitRules
 from k3jax.speculation.acceptance import Rule
 from k3jax.speculation.drafters import DSparkDrafter, NgramDrafter, Step
-from k3jax.speculation.step import SpeculativeState
+from k3jax.speculation.state import Block, SpeculativeState
 from k3jax.speculation.step import speculate as speculative_step
 from k3jax.speculation.widths import Widths
 from k3jax.step import Graph, last_hidden
@@ -323,15 +323,27 @@ def speculate(
 
     Columns as in `decode`; the length is the device's own. Answers: count, finite, tokens, bits of log-probabilities.
     """
-    running = (packed[:, 0] > 0) & state.alive
-    rows = Rows(packed[:, 1], packed[:, 3:], state.length, running.astype(jnp.int32))
-    paged = isinstance(drafter, DSparkDrafter)
-    context = state.context if paged else state.text
-    before = SpeculativeState(state.cache, context, rows, state.token, state.remaining, state.history)
+    before = before_block(state, packed, drafter)
     args = (graph, leaves, drafter, draft_leaves, before, state.params, state.stop_ids)
     options = {"rule": rule, "widths": widths, "top": top}
     after, block = speculative_step(*args, **options, rules=state.rules, wants_top=state.wants_top)
+    return after_block(state, packed, after, block, drafter)
+
+
+def before_block(state: DeviceState, packed: Int32[Array, "B C"], drafter: Drafter) -> SpeculativeState:
+    """What a step with drafts starts from, given the columns of `speculate`."""
+    running = (packed[:, 0] > 0) & state.alive
+    rows = Rows(packed[:, 1], packed[:, 3:], state.length, running.astype(jnp.int32))
+    context = state.context if isinstance(drafter, DSparkDrafter) else state.text
+    return SpeculativeState(state.cache, context, rows, state.token, state.remaining, state.history)
+
+
+def after_block(
+    state: DeviceState, packed: Int32[Array, "B C"], after: SpeculativeState, block: Block, drafter: Drafter
+) -> tuple[DeviceState, Decoded]:
+    """The state after a step with drafts, and what the host is told of it."""
     assert block.top is not None
+    running, paged = (packed[:, 0] > 0) & state.alive, isinstance(drafter, DSparkDrafter)
     goes_on = after.rows.query_length > 0
     state = dataclasses.replace(
         state,

@@ -12,7 +12,7 @@ import numpy as np
 
 from serving.core import Core
 from serving.hashing import HashChain, ImageSpan, root_digest
-from serving.prefix_file import DamagedPrefix, Prefix
+from serving.prefix_file import Prefix
 from serving.tiering import Mover
 
 FORMAT = "k3jax prefix 1"
@@ -59,16 +59,10 @@ class ExportedPrefix:
             tokens = np.frombuffer(rest[:size], "<i4").tolist()
             images = tuple(ImageSpan(start, length, bytes.fromhex(name)) for start, length, name in header["images"])
             prefix = Prefix.from_bytes(rest[size:])
-        except (DamagedPrefix, ValueError, KeyError, TypeError) as error:
+            names = {name: header[name] for name in ("model_id", "salt", "page_size")}
+        except (ValueError, KeyError, TypeError) as error:
             raise ExchangeError(f"the bytes are not an exported prefix: {error}") from error
-        return cls(
-            model_id=header["model_id"],
-            salt=header["salt"],
-            page_size=header["page_size"],
-            tokens=tokens,
-            images=images,
-            prefix=prefix,
-        )
+        return cls(tokens=tokens, images=images, prefix=prefix, **names)
 
 
 def export_prefix(
@@ -126,15 +120,18 @@ def _require_fit(core: Core, exported: ExportedPrefix, pages: int) -> None:
     size = core.cache.options.page_size
     if exported.page_size != size:
         raise ExchangeError(f"the prefix has pages of {exported.page_size} tokens, this engine has {size}")
-    expected = _kinds(_mover(core).read([0] * pages, 0).finish())
-    found = _kinds(exported.prefix)
+    # One page tells what all look like.
+    sample = _mover(core).read([0], 0).finish()
+    expected = [(str(array.dtype), (pages, *array.shape[1:])) for array in sample.latents]
+    expected += _kinds([*sample.states, *sample.windows])
+    found = _kinds(exported.prefix.arrays)
     if found != expected:
         wrong = next((a, b) for a, b in zip([*found, None], [*expected, None]) if a != b)
         raise ExchangeError(f"the prefix has an array {wrong[0]}, this engine expects {wrong[1]}")
 
 
-def _kinds(prefix: Prefix) -> list[tuple[str, tuple[int, ...]]]:
-    return [(str(array.dtype), array.shape) for array in prefix.arrays]
+def _kinds(arrays: list[np.ndarray]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(str(array.dtype), array.shape) for array in arrays]
 
 
 def _mover(core: Core) -> Mover:

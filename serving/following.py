@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from serving.request import DraftedConstraint
 from serving.sequence import Sequence
 
 
@@ -44,18 +45,24 @@ class Follower:
 
     def _follow(self, sequence: Sequence, tokens: Listing[int]) -> Verdict:
         request, kept, matched = sequence.request, len(tokens), None
+        if sequence.fault is not None:
+            return Verdict(0, True, error=sequence.fault)
         if request.stop_checker is not None:
             match = request.stop_checker.feed(tokens)
             if match is not None:
                 kept, matched = match
         stopped = kept > 0 and tokens[kept - 1] in sequence.stops
-        if request.constraint is None or matched is not None or stopped:
+        if request.constraint is None:
             return Verdict(kept, matched is not None, matched)
-        taken = request.constraint.advance(tokens[:kept])
-        if taken < kept:
-            return Verdict(taken, True, error=f"the constraint does not allow token {tokens[taken]} that was sampled")
-        if request.constraint.ended:
-            return Verdict(kept, True)
+        # Of drafted tokens several come at once, and the grammar may end before the last one.
+        told = matched is not None or stopped
+        for at, token in enumerate(tokens[: max(kept - told, 0)]):
+            if request.constraint.advance([token]) < 1:
+                return Verdict(at, True, error=f"the constraint does not allow token {token} that was sampled")
+            if request.constraint.ended:
+                return Verdict(at + 1, True)
+        if told:
+            return Verdict(kept, matched is not None, matched)
         # No token follows the last one, and so no mask.
         done = len(sequence.outputs) + kept >= request.max_tokens
         error = None if done else self._take_mask(sequence)
@@ -74,3 +81,39 @@ class Follower:
             return f"the constraint allows no token after {sequence.known} tokens"
         sequence.mask = words
         return None
+
+
+def forced(sequence: Sequence, limit: int) -> list[int]:
+    """At most `limit` tokens that the constraint leaves no choice about. A failure is kept for `Follower.follow`."""
+    constraint = sequence.request.constraint
+    if not isinstance(constraint, DraftedConstraint):
+        return []
+    try:
+        return list(constraint.forced_tokens(limit))[:limit]
+    except Exception as error:
+        sequence.fault = f"the constraint failed: {error!r}"
+        return []
+
+
+def look_ahead(sequence: Sequence, drafts: Listing[int], words: int) -> tuple[np.ndarray, int]:
+    """What may come before each draft and after the last, int32 [len(drafts) + 1, words], and how many drafts count.
+
+    A failure is kept for `Follower.follow`; the masks then allow everything.
+    """
+    masks = np.full((len(drafts) + 1, words), -1, np.int32)
+    constraint = sequence.request.constraint
+    if sequence.mask is not None:
+        masks[0] = sequence.mask
+    if sequence.fault is not None or not isinstance(constraint, DraftedConstraint):
+        return masks, 0
+    try:
+        found = np.ascontiguousarray(constraint.draft_masks(drafts)).view(np.int32)
+        if found.shape != masks.shape:
+            raise ValueError(f"the masks have shape {found.shape}, expected {masks.shape}")
+    except Exception as error:
+        sequence.fault = f"the constraint failed: {error!r}"
+        return masks, 0
+    # Behind a draft that is refused nothing counts, but a mask without any bit would leave nothing to draw from.
+    some = found.any(axis=1)
+    masks[some] = found[some]
+    return masks, len(drafts)

@@ -15,7 +15,7 @@ from k3jax.logit_rules import mask_words
 from k3jax.runtime import Model
 from k3jax.sampling import Sampling, SamplingError
 from k3jax.speculation.drafters import DSparkDrafter
-from serving.alpha import AlphaTuner
+from serving.alpha import parse_eviction
 from serving.core import Core
 from serving.costs import ModelCost
 from serving.plan import Shape
@@ -171,9 +171,7 @@ def launch(
     max_length = min(sizes.max_length or model.max_length, model.max_length)
     cost, each = model_cost(model), footprint(model, sizes.page_size)
     cache = divide(sizes, each, max_length)
-    kind, _, alpha = sizes.eviction.partition("=")
-    if kind not in ("lru", "flop"):
-        raise ValueError(f"eviction is {sizes.eviction!r}, expected lru, flop or flop=ALPHA")
+    alpha, tuner = parse_eviction(sizes.eviction, cache, cost)
     # The scheduler counts a drafted block as so many tokens until it knows how many stood.
     block = tokens_per_step(model)
     scheduling = SchedulerOptions(
@@ -200,12 +198,12 @@ def launch(
         shapes = dataclasses.replace(shapes, widths=sizes.table_widths)
     runner = JaxRunner(model, cache, shapes)
     runner.warm_up(lambda name, seconds: report(f"compiled: {name}, {seconds:.1f} s"))
-    pools = PrefixCache(cache, cost, alpha=float(alpha or 0.0))
+    pools = PrefixCache(cache, cost, alpha=alpha)
     return Core(
         scheduling,
         pools,
         runner,
-        tuner=AlphaTuner(cache, cost, window=max(256, 4 * cache.slots)) if kind == "flop" and not alpha else None,
+        tuner=tuner,
         tiers=_tiers(sizes, pools, runner),
         check=checker(model, shapes),
         mask_words=mask_words(model.config.vocab_size),

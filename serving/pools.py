@@ -115,10 +115,6 @@ class Pool:
                 self._free.append(member)
         return len(self._free) - before
 
-    def references(self, member: int) -> int:
-        """How many owners `member` has."""
-        return self._references[member]
-
     def check_books(self, users: Iterable[int], cache: Iterable[int]) -> None:
         """Compares the counts with every reference that users and cache know of, repetitions included.
 

@@ -56,7 +56,7 @@ class PrefixCache:
         self.spill = spill
         self.entries = 0
         self._pinned: dict[Node, int | float] = {}
-        self._sessions: dict[str | None, list[Node]] = {}
+        self._sessions: dict[str, list[Node]] = {}
         self._reused = {False: 0, True: 0}
 
     def match(self, path: Path, limit: int) -> Match:
@@ -139,12 +139,15 @@ class PrefixCache:
         if session is not None:
             self.release_session(session)
         self._pinned = {node: end for node, end in self._pinned.items() if node.slot and end > now}
+        # Clients name new sessions for ever: those of which nothing is pinned any more are forgotten.
+        kept = {name: [node for node in held if node in self._pinned] for name, held in self._sessions.items()}
+        self._sessions = {name: held for name, held in kept.items() if held}
         for node in nodes:
             if node in self._pinned or len(self._pinned) < self.slots.capacity // 2:
                 self._pinned[node] = node.pinned_until = max(until, node.pinned_until)
                 self.evictor.add(node)
-                self._sessions.setdefault(session, []).append(node)
-        self._sessions.pop(None, None)
+                if session is not None:
+                    self._sessions.setdefault(session, []).append(node)
 
     def release_session(self, session: str) -> int:
         """Ends the pins of a session; returns how many there were."""

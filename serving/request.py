@@ -25,7 +25,8 @@ class Constraint(Protocol):
     """What one request may say, token by token: a grammar and where in it the request stands.
 
     The engine calls it in its own thread and keeps the order: `mask`, a step on the device, `advance`. A request with
-    a constraint is not planned a step ahead, and gets one token a step where others are drafted several.
+    a constraint is not planned a step ahead. Where others are drafted several tokens a step it gets one, unless it is a
+    `DraftedConstraint`.
     """
 
     @property
@@ -45,8 +46,20 @@ class Constraint(Protocol):
         """The request has said `tokens`; returns how many of them the grammar takes. Fewer than all end the request."""
         ...
 
-    def rollback(self, tokens: int) -> None:
-        """Takes the last `tokens` tokens back."""
+
+@runtime_checkable
+class DraftedConstraint(Constraint, Protocol):
+    """A constraint that can look ahead along drafted tokens, and stays where it is."""
+
+    def draft_masks(self, tokens: Sequence[int]) -> np.ndarray:
+        """The mask before each token and after the last: [len(tokens) + 1, words], as from `mask`.
+
+        What stands behind the first token that is not allowed does not matter.
+        """
+        ...
+
+    def forced_tokens(self, limit: int) -> list[int]:
+        """What may come next where there is no choice, at most `limit` tokens."""
         ...
 
 
@@ -145,23 +158,6 @@ class Request:
     def longest(self) -> int:
         """Tokens that the cache may have to hold: the last one sampled is never stored."""
         return len(self.tokens) + self.max_tokens - 1
-
-
-def fan_out(request: Request, n: int) -> list[Request]:
-    """`n` requests for as many answers to one prompt, named `id#0`, `id#1`, ..., with seeds that follow each other.
-
-    They prefill the prompt once: the later ones wait for the state that the first one leaves. Raises `RequestError`
-    where the answers would share a constraint or stop checker, which has only one place to stand at.
-    """
-    if n < 1:
-        raise RequestError(f"n is {n}, expected at least 1")
-    if n > 1 and (request.constraint is not None or request.stop_checker is not None):
-        raise RequestError("n answers were asked of one constraint or stop checker; make each request with its own")
-    seed = int(request.sampling.get("seed", 0))
-    return [
-        dataclasses.replace(request, id=f"{request.id}#{k}", sampling={**request.sampling, "seed": (seed + k) % 2**32})
-        for k in range(n)
-    ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

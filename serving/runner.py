@@ -8,12 +8,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from k3jax import capacity
 from k3jax.generation.compilations import Compilations
 from k3jax.logit_rules import LogitRules, mask_words
 from k3jax.runtime import Model
 from k3jax.sampling import History, Sampling
 from k3jax.speculation.drafters import DSparkDrafter, NgramDrafter
 from serving import answers, device, transfer, upload
+from serving.grammar_step import GrammarStep
 from serving.plan import DecodeRow, Plan, PrefillRow, Shape, StepResult
 from serving.prefix_cache import CacheOptions
 from serving.prefix_file import Prefix
@@ -34,7 +36,7 @@ class RunnerOptions:
     """Page-table widths; the longest sequence must fit the last one."""
     stops: int = 8
     """Stop ids of a row."""
-    biases: int = 300
+    biases: int = capacity.ROW_BIASES
     """Logit biases of a row."""
     top: int = 20
     """Alternatives that a request may ask for."""
@@ -90,7 +92,10 @@ class JaxRunner:
         self._drafter = drafter_of(model)
         self.state = self.new_state()
         self._tables = upload.DecodeTables(options.rows, options.widths[-1])
-        self.compile_seconds = 0.0
+        self._grammar_step = None
+        if model.draft is not None:
+            block = tokens_per_step(model) - 1
+            self._grammar_step = GrammarStep(model, model.draft, options.rows, block, options.mask_group, self.top)
         self._watch = Compilations()
         self._warm = False
 
@@ -141,6 +146,9 @@ class JaxRunner:
             self._timed(
                 report, f"decode {self.options.rows}, {width} pages", lambda width=width: self._decode([], width)
             )
+            if (step := self._grammar_step) is not None:
+                name = f"decode {self.options.rows} under grammars, {width} pages"
+                self._timed(report, name, lambda width=width, step=step: self._decode_ruled([], width, step))
         self._timed(report, "settings of a row", self._warm_up_settings)
         self._timed(report, "move prefixes", self._warm_up_transfer)
         self._watch.__enter__()
@@ -150,7 +158,6 @@ class JaxRunner:
         start = time.perf_counter()
         call()
         jax.block_until_ready(self.state)
-        self.compile_seconds += time.perf_counter() - start
         report(name, time.perf_counter() - start)
 
     def close(self) -> None:
@@ -173,8 +180,12 @@ class JaxRunner:
             width = self._width(max(len(row.table) for row in plan.prefill))
             prefill = self._prefill(plan.prefill, plan.shape, width)
         if plan.decode:
-            self._send_masks([row.sequence for row in plan.decode])
-            decode = self._decode(plan.decode, self._width(max(len(row.table) for row in plan.decode)))
+            width = self._width(max(len(row.table) for row in plan.decode))
+            if self._grammar_step is not None and any(row.sequence.looks_ahead for row in plan.decode):
+                decode = self._decode_ruled(plan.decode, width, self._grammar_step)
+            else:
+                self._send_masks([row.sequence for row in plan.decode])
+                decode = self._decode(plan.decode, width)
         for array in answers.wanted(plan, prefill, decode):
             array.copy_to_host_async()
         return Ticket(plan, prefill, decode)
@@ -222,6 +233,10 @@ class JaxRunner:
         else:
             drafting = {"drafter": self._drafter, "rule": draft.rule, "widths": draft.widths, "top": self.top}
             self.state, answer = device.speculate(*args, draft.leaves, **drafting)
+        return answer
+
+    def _decode_ruled(self, rows: Sequence[DecodeRow], width: int, step: GrammarStep) -> device.Decoded:
+        self.state, answer = step.run(self.state, self.model.place(self._tables.pack(rows, width)), rows)
         return answer
 
     def _remember(self, row: int, words: np.ndarray) -> None:

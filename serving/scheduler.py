@@ -109,7 +109,7 @@ class Scheduler:
                 continue
             left = sequence.max_tokens - sequence.sampled
             tokens = stride if stride < left else left
-            if sequence.followed and sequence.request.constraint is not None:
+            if sequence.followed and sequence.request.constraint is not None and not sequence.looks_ahead:
                 tokens = 1
             start, held = sequence.length, len(sequence.pages) * page
             if start + tokens <= held or self._grow(sequence, start + tokens, now, rows):

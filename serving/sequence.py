@@ -9,7 +9,7 @@ import numpy as np
 from serving.hashing import Path
 from serving.prefix_cache import Hit
 from serving.prefix_tree import Node
-from serving.request import Alternatives, Final, FinishReason, Output, PromptLogprobs, Request
+from serving.request import Alternatives, DraftedConstraint, Final, FinishReason, Output, PromptLogprobs, Request
 
 
 class Phase(enum.Enum):
@@ -38,6 +38,8 @@ class Sequence:
     """Tokens that end the answer."""
     followed: bool = dataclasses.field(init=False)
     """Whether something of the request's own looks at each token."""
+    looks_ahead: bool = dataclasses.field(init=False)
+    """Whether its constraint can follow drafts."""
     plain: bool = dataclasses.field(init=False)
     """Whether the request wants nothing but tokens."""
     outputs: list[int] = dataclasses.field(default_factory=list)
@@ -71,6 +73,8 @@ class Sequence:
     """The prefix that it started from; purged if the sequence turns out not to be finite."""
     mask: np.ndarray | None = None
     """What the constraint allows next, as int32 words; None allows everything."""
+    fault: str | None = None
+    """How the constraint failed while it followed drafts; ends the request with the step's answer."""
     prompt: list[tuple[float, Alternatives]] = dataclasses.field(default_factory=list)
     """How likely the prompt's tokens were, from the second one on, as far as it has been computed."""
     prompt_told: bool = False
@@ -88,6 +92,7 @@ class Sequence:
         request = self.request
         self.id, self.max_tokens = request.id, request.max_tokens
         self.followed = request.constraint is not None or request.stop_checker is not None
+        self.looks_ahead = isinstance(request.constraint, DraftedConstraint)
         self.plain = not self.followed and request.logprobs is None and request.prompt_logprobs is None
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.alpha import AlphaTuner
+from serving.alpha import parse_eviction
 from serving.core import Core
 from serving.costs import Device, ModelCost
 from serving.plan import Plan, RowResult, Shape, StepResult
@@ -96,7 +96,6 @@ class RooflineRunner:
     def __init__(self, cost: ModelCost, device: Device) -> None:
         self.cost, self.device = cost, device
         self.now = 0.0
-        self.busy = 0.0
         self.last_decode = 1e-3
         self._said: dict[int, RowResult] = {}
 
@@ -108,11 +107,9 @@ class RooflineRunner:
         if plan.decode:
             steps = max(row.tokens for row in plan.decode)
             lengths = [row.length for row in plan.decode]
-            touched = 1 - (1 - 16 / 896) ** len(lengths)
-            self.last_decode = self.device.decode_seconds(self.cost, lengths, touched) + self.device.overhead
+            self.last_decode = self.device.decode_seconds(self.cost, lengths) + self.device.overhead
             seconds += steps * self.last_decode - self.device.overhead
         self.now += seconds
-        self.busy += seconds
         return plan
 
     def collect(self, ticket: Plan) -> StepResult:
@@ -157,13 +154,9 @@ class Report:
 def build(policy: str, cost: ModelCost, device: Device, cache: CacheOptions, options: SchedulerOptions) -> Core:
     """An engine with that policy on a simulated device."""
     eviction, _, retention = policy.partition(":")
-    kind, _, alpha = eviction.partition("=")
-    if kind not in ("lru", "flop"):
-        raise ValueError(f"policy {policy!r}: eviction is {kind!r}, expected lru, flop or flop=ALPHA")
-    # Long enough to fill the memory several times over: before that every alpha looks alike.
-    tuner = AlphaTuner(cache, cost, window=max(256, 4 * cache.slots)) if kind == "flop" and not alpha else None
+    alpha, tuner = parse_eviction(eviction, cache, cost)
     runner = RooflineRunner(cost, device)
-    pools = PrefixCache(cache, cost, alpha=float(alpha or 0.0))
+    pools = PrefixCache(cache, cost, alpha=alpha)
     options = dataclasses.replace(options, retention=Retention.parse(retention))
     return Core(options, pools, runner, clock=lambda: runner.now, ahead=0, tuner=tuner)
 
@@ -189,12 +182,12 @@ class Simulation:
         while coming is not None or not self.core.idle:
             if self.core.idle and coming is not None:
                 self.runner.now = max(self.runner.now, coming.time)
-            while coming is not None and coming.time <= self.runner.now and self._has_room(coming):
+            while coming is not None and coming.time <= self.runner.now and self._has_room():
                 self._submit(coming, number)
                 coming, number = next(arrivals, None), number + 1
             self._step(coming)
 
-    def _has_room(self, item: TraceRequest) -> bool:
+    def _has_room(self) -> bool:
         return len(self.core.scheduler.waiting) < self.core.options.max_waiting - 1
 
     def _submit(self, item: TraceRequest, number: int) -> None:

@@ -45,11 +45,6 @@ class PoolUse:
     """Of the used ones, those that the prefix cache holds (running requests may hold them too)."""
     bytes_each: int | float
 
-    @property
-    def bytes_used(self) -> float:
-        """Bytes in use."""
-        return self.used * self.bytes_each
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:

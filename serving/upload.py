@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from serving import following
 from serving.device import BIASED, CONSTRAINED, PROMPT, SETTINGS, TOP, Layout, PrefillInput
 from serving.plan import DecodeRow, PrefillRow
 from serving.request import Request
@@ -100,6 +101,26 @@ def masks(sequences: Sequence[Running], group: int, batch: int, words: int) -> n
         numbers[0] = sequence.row
         if sequence.mask is not None:
             numbers[1:] = sequence.mask
+    return packed
+
+
+def forced(rows: Sequence[DecodeRow], batch: int, drafts: int) -> np.ndarray:
+    """int32 [batch, drafts]: what the grammar of each row leaves no choice about, filled with -1."""
+    packed = np.full((batch, drafts), -1, np.int32)
+    for row in rows:
+        tokens = following.forced(row.sequence, drafts)
+        packed[row.row, : len(tokens)] = tokens
+    return packed
+
+
+def block_masks(rows: Sequence[DecodeRow], drafts: np.ndarray, group: int, words: int) -> np.ndarray:
+    """int32 [group, 2 + W * words]: the columns of `ruled_step.set_block_masks`, along int32 [B, G] `drafts`."""
+    batch, count = drafts.shape
+    packed = np.full((group, 2 + (count + 1) * words), -1, np.int32)
+    packed[:, 0] = batch
+    for numbers, row in zip(packed, rows, strict=False):
+        masks, limit = following.look_ahead(row.sequence, drafts[row.row].tolist(), words)
+        numbers[0], numbers[1], numbers[2:] = row.row, limit, masks.ravel()
     return packed
 
 

@@ -5,7 +5,7 @@ Context keys and values come from the target's taps alone and are cached for com
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -22,6 +22,12 @@ from pallas.precision import einsum
 
 Pools = tuple[Float[Array, "pages page L"], ...]
 """Context rows of each draft layer, paged like the target's latents."""
+
+
+def empty_pools(config: DSparkConfig, *, pages: int, page_size: int, dtype: Any) -> Pools:
+    """Zeroed context rows for every draft layer."""
+    shape = (pages, page_size, config.attention.row_width)
+    return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
 
 
 TARGET_IDS = "target_ids"

@@ -15,6 +15,7 @@ from k3jax.runtime import Model
 from k3jax.sampling import Sampling
 from k3jax.speculation import step as speculate
 from k3jax.speculation.drafters import Draft, DSparkDrafter, NgramDrafter
+from k3jax.speculation.state import SpeculativeState
 
 
 class Emission(NamedTuple):
@@ -73,15 +74,14 @@ class PlainStepper:
         return state, _one(emitted)
 
 
-class SpeculativeStepper:
+class SpeculativeStepper(PlainStepper):
     """A drafted block per row and step; the tokens are those that plain decoding could have given."""
 
     def __init__(
         self, model: Model, draft: Draft, params: Sampling, stop_ids: Array, compilations: Compilations
     ) -> None:
-        self._model, self._draft = model, draft
-        self._params, self._stop_ids = params, stop_ids
-        self._call = compilations.call
+        super().__init__(model, params, stop_ids, compilations)
+        self._draft = draft
         self._context: Any = None
         # Known here once, so that no step has to look.
         self._filters = bool(np.any(np.asarray(params.top_k) > 0) or np.any(np.asarray(params.top_p) < 1))
@@ -106,12 +106,10 @@ class SpeculativeStepper:
 
     def start(self, state: step.DecodeState, logits: Array) -> tuple[Any, Emission]:
         """See `Stepper`."""
-        state, emitted = self._call(step.start, state, logits, self._params, self._stop_ids)
+        state, emission = super().start(state, logits)
         context, self._context = self._context, None
-        started = speculate.SpeculativeState(
-            state.cache, context, state.rows, state.token, state.remaining, state.history
-        )
-        return started, _one(emitted)
+        started = SpeculativeState(state.cache, context, state.rows, state.token, state.remaining, state.history)
+        return started, emission
 
     def advance(self, state: Any) -> tuple[Any, Emission]:
         """See `Stepper`."""
@@ -127,15 +125,12 @@ class IdleStepper(SpeculativeStepper):
 
     def start(self, state: step.DecodeState, logits: Array) -> tuple[Any, Emission]:
         """See `Stepper`."""
-        started, emission = super().start(state, logits)
-        parts = (started.cache, started.rows, started.token, started.remaining, started.history)
-        return step.DecodeState(*parts), emission
+        self._context = None
+        return PlainStepper.start(self, state, logits)
 
     def advance(self, state: Any) -> tuple[Any, Emission]:
         """See `Stepper`."""
-        args = (self._model.graph, self._model.leaves, state, self._params, self._stop_ids)
-        state, emitted = self._call(step.decode, *args)
-        return state, _one(emitted)
+        return PlainStepper.advance(self, state)
 
 
 def copy_to_host(emission: Emission) -> Emission:

@@ -35,20 +35,15 @@ def _places(x: Int32[Array, "B G"]) -> Int32[Array, "1 G"]:
     return jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32)[None]
 
 
-def _whole(x: Int32[Array, "B G"], limit: Int32[Array, " B"] | None) -> Int32[Array, " B"]:
-    """The limit of each row; all drafts without one."""
-    return jnp.full(x.shape[:1], x.shape[1], jnp.int32) if limit is None else limit
-
-
 def standard_chances(
     p: Float32[Array, "B W V"],
     q: Float32[Array, "B G V"],
     x: Int32[Array, "B G"],
-    limit: Int32[Array, " B"] | None = None,
+    limit: Int32[Array, " B"],
 ) -> Float32[Array, "B G"]:
     """Chance that each draft is accepted once all before it are (Leviathan et al. 2023, Chen et al. 2023)."""
     chance = jnp.minimum(_ratio(p[:, :-1], q, x), 1.0)
-    return jnp.where(_places(x) <= _whole(x, limit)[:, None], chance, 0.0)
+    return jnp.where(_places(x) <= limit[:, None], chance, 0.0)
 
 
 def prefix_mass(
@@ -66,7 +61,7 @@ def block_chances(
     p: Float32[Array, "B W V"],
     q: Float32[Array, "B G V"],
     x: Int32[Array, "B G"],
-    limit: Int32[Array, " B"] | None = None,
+    limit: Int32[Array, " B"],
 ) -> Float32[Array, "B G"]:
     """h_i: chance that the block is cut at i, unless it is cut later (Sun et al. 2024, arXiv 2403.10444).
 
@@ -77,7 +72,7 @@ def block_chances(
     excess = jnp.sum(jnp.maximum(inner[..., None] * p[:, 1:-1] - q[:, 1:], 0.0), axis=-1)
     chance = jnp.where(inner >= 1, 1.0, excess / jnp.maximum(excess + 1.0 - inner, 1e-30))
     chance = jnp.concatenate([chance, mass[:, -1:]], axis=1)
-    last = _whole(x, limit)[:, None]
+    last = limit[:, None]
     return jnp.where(_places(x) < last, chance, jnp.where(_places(x) == last, mass[:, 1:], 0.0))
 
 
@@ -87,7 +82,7 @@ def accept(
     q: Float32[Array, "B G V"],
     x: Int32[Array, "B G"],
     u: Float32[Array, "B G"],
-    limit: Int32[Array, " B"] | None = None,
+    limit: Int32[Array, " B"],
 ) -> Accepted:
     """Applies `rule`; u lies in [0, 1)."""
     if x.shape[1] == 0:
@@ -99,7 +94,7 @@ def accept(
         cut = u < block_chances(p, q, x, limit)
         count = jnp.max(jnp.where(cut, _places(x), 0), axis=1)
         weight = jnp.take_along_axis(prefix_mass(p, q, x), count[:, None], axis=1)[:, 0]
-    return Accepted(count.astype(jnp.int32), following(p, q, count, weight, _whole(x, limit)))
+    return Accepted(count.astype(jnp.int32), following(p, q, count, weight, limit))
 
 
 def following(

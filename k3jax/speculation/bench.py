@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int32
 
 from k3jax import params, sampling, step
 from k3jax.cache import K3Cache, KdaCache, KdaSpeculative, Rows, create
+from k3jax.capacity import footprint, tree_bytes
 from k3jax.config import K3Config, k3
 from k3jax.dspark.config import DraftMla, DSparkConfig, Rope, Yarn
 from k3jax.dspark.model import DSpark
@@ -27,7 +28,8 @@ from k3jax.dspark.tensors import draft_specs
 from k3jax.model import K3, LayerTrace
 from k3jax.speculation import parts, synthetic
 from k3jax.speculation.drafters import DSparkDrafter, Proposal
-from k3jax.speculation.step import SpeculativeState, speculate
+from k3jax.speculation.state import SpeculativeState
+from k3jax.speculation.step import speculate
 from pallas.benchmark import floor_us
 from pallas.dispatch import Implementation
 from pallas.timing import median_call_us
@@ -106,29 +108,18 @@ def k3_draft(config: K3Config) -> DSparkConfig:
     )
 
 
-def tree_bytes(specs: params.Tree, dtype: Any = jnp.bfloat16) -> int:
-    """Bytes of a tree of specs."""
-    return sum(int(np.prod(spec.shape)) * spec.array_dtype(dtype).itemsize for _, spec in params.flatten(specs))
-
-
-def expert_bytes(config: K3Config) -> int:
-    """Bytes of one routed expert: 4.25 bits a weight."""
-    return 3 * config.moe.intermediate_size * config.moe.latent_size * 17 // 32
-
-
 def floors(setting: Setting, one: float, block: float) -> dict[str, float]:
     """Microseconds that reading the weights takes at least, where `one` and `block` experts are reached in a layer."""
-    config, draft = setting.config, setting.draft
-    head = config.vocab_size * config.hidden_size * jnp.dtype(setting.dtype).itemsize
-    layers, each = len(config.moe_layers), expert_bytes(config)
-    # One row of the embedding is read, not the table.
-    dense = tree_bytes(params.model_specs(config), setting.dtype) - head - layers * config.moe.num_experts * each
+    draft, sizes = setting.draft, footprint(setting.config, dtype=setting.dtype)
+    # One row of the embedding is read, not the table; the head is as large.
+    head, dense = sizes.embedding, sizes.weights - sizes.routed - sizes.embedding
+    each = sizes.routed / setting.config.moe.num_experts
     markov = tree_bytes(draft_specs(draft)["markov"], setting.dtype)
     moved = {
         "draft": tree_bytes(draft_specs(draft), setting.dtype) - markov + head,
         "markov": draft.block_size * markov / 2,
-        "verify": dense + layers * block * each,
-        "plain": dense + layers * one * each,
+        "verify": dense + block * each,
+        "plain": dense + one * each,
     }
     # Its context projection is the part of the draft that is read when tokens are committed.
     context = draft.hidden_size * draft.features * jnp.dtype(setting.dtype).itemsize
@@ -140,12 +131,11 @@ def floors(setting: Setting, one: float, block: float) -> dict[str, float]:
 def experts_that_fit(config: K3Config, draft: DSparkConfig) -> int:
     """Experts per layer for which there is room beside everything else; all of them without a limit."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    most, layers = config.moe.num_experts, len(config.moe_layers)
-    if limit is None or not layers:
+    most, sizes = config.moe.num_experts, footprint(config, draft=draft)
+    if limit is None or not sizes.routed:
         return most
-    rest = tree_bytes(params.model_specs(config)) - most * layers * expert_bytes(config)
-    room = limit - RESERVE - rest - tree_bytes(draft_specs(draft))
-    return min(most, room // (layers * expert_bytes(config)))
+    room = limit - RESERVE - (sizes.weights - sizes.routed)
+    return min(most, room // (sizes.routed // most))
 
 
 class Loaded(NamedTuple):
@@ -357,14 +347,12 @@ class Stopwatch:
         for kind in ("", TOP_P):
             yield f"markov{kind}", self._repeat(f"markov{kind}", markov)
 
-        def verify(done: Verify) -> Verify:
-            return run["verify"](done.cache, bare, loaded.leaves, proposal.token)
+        def verify(cache: K3Cache) -> Verify:
+            return run["verify"](cache, bare, loaded.leaves, proposal.token)
 
         cache, context = jax.tree.map(jnp.copy, (state.cache, state.context))
-        verified = verify(Verify(cache, [], proposal.probability, [], []))
-        yield "verify", median_call_us(verify, verified, calls=1, repeats=5)
-        cache = jax.tree.map(jnp.copy, state.cache)
-        verified = verify(Verify(cache, [], proposal.probability, [], []))
+        yield "verify", median_call_us(lambda cache: verify(cache).cache, cache, calls=1, repeats=5)
+        verified = verify(jax.tree.map(jnp.copy, state.cache))
         self.experts = verified.experts
         accept = (verified.logits, proposal, bare, parts.Given(loaded.params, loaded.stop_ids))
         judged = run["accept"](*accept)

@@ -16,7 +16,7 @@ from k3jax import sampling
 from k3jax.cache import Rows
 from k3jax.dspark.config import DSparkConfig
 from k3jax.dspark.model import Draft as Block
-from k3jax.dspark.model import DSpark, Pools
+from k3jax.dspark.model import DSpark, Pools, empty_pools
 from k3jax.model import K3, LayerTrace
 from k3jax.speculation.acceptance import Rule
 from k3jax.speculation.randomness import DRAFT, distribution, draw, keys
@@ -97,8 +97,7 @@ class DSparkDrafter:
 
     def create(self, *, pages: int, page_size: int, dtype: Any) -> Pools:
         """Zeroed context rows for every draft layer, on the same pages as the target's latents."""
-        width = self.config.attention.row_width
-        return tuple(jnp.zeros((pages, page_size, width), dtype) for _ in range(self.config.num_layers))
+        return empty_pools(self.config, pages=pages, page_size=page_size, dtype=dtype)
 
     def propose(
         self,

@@ -61,6 +61,8 @@ class Given(NamedTuple):
     rules: LogitRules | None = None
     wants_top: Bool[Array, " B"] | None = None
     """Rows that want alternatives; None: nobody does."""
+    masks: Int32[Array, "B W M"] | None = None
+    """What the rules allow at each place of the block; None: `rules.allowed` holds for the next token alone."""
 
 
 class Judged(NamedTuple):
@@ -80,7 +82,7 @@ def judge(
 ) -> Judged:
     """Accepts drafts and draws the token that follows them. Of each row the first `limit` drafts take part."""
     running, position, width = state.rows.query_length > 0, state.rows.length, logits.shape[1]
-    seed, limit = given.params.seed, _limit(given.rules, limit, position, width - 1)
+    seed, limit = given.params.seed, _limit(given, limit, position, width - 1)
     probability = target_distributions(logits, proposal.token, state, given, options.filters)
     chance = uniforms(seed, position, ACCEPT, width - 1)
     accepted = acceptance.accept(options.rule, probability, proposal.probability, proposal.token, chance, limit)
@@ -94,11 +96,13 @@ def judge(
 
 
 def _limit(
-    rules: LogitRules | None, limit: Int32[Array, " B"] | None, position: Int32[Array, " B"], drafts: int
+    given: Given, limit: Int32[Array, " B"] | None, position: Int32[Array, " B"], drafts: int
 ) -> Int32[Array, " B"]:
     """Drafts of each row that take part: none where a mask holds for the next token alone."""
     limit = jnp.full(position.shape, drafts, jnp.int32) if limit is None else limit
-    return limit if rules is None else jnp.where(rules.constrained, 0, limit)
+    if given.rules is None or given.masks is not None:
+        return limit
+    return jnp.where(given.rules.constrained, 0, limit)
 
 
 def _top(logits: Float32[Array, "B W V"], given: Given, count: int) -> Int32[Array, "B W C"] | None:
@@ -126,19 +130,18 @@ def target_distributions(
 
     counts = [history.count]
     for k in range(width - 1):
-        counts.append(counts[-1] + _one_hot(token[:, k], vocab))
+        counts.append(counts[-1] + jax.nn.one_hot(token[:, k], vocab, dtype=jnp.int32))
     position = history.position[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     said = sampling.History(each(history.prompt), jnp.stack(counts, axis=1).reshape(-1, vocab), position.reshape(-1))
     flat, params = logits.reshape(-1, vocab), each(given.params)
     if given.rules is not None:
         running = each(state.rows.query_length > 0)
-        flat = each(given.rules).apply(flat, said.position, each(given.stop_ids), running)
+        rules = each(given.rules)
+        if given.masks is not None:
+            rules = dataclasses.replace(rules, allowed=given.masks.reshape(batch * width, -1))
+        flat = rules.apply(flat, said.position, each(given.stop_ids), running)
     law = distribution(sampling.penalize(flat, params, said), params, filters)
     return law.reshape(batch, width, vocab)
-
-
-def _one_hot(token: Int32[Array, " B"], vocab: int) -> Int32[Array, "B V"]:
-    return (token[:, None] == jnp.arange(vocab, dtype=jnp.int32)[None]).astype(jnp.int32)
 
 
 def _emit(
@@ -192,5 +195,5 @@ def _append(history: sampling.History, block: Block) -> sampling.History:
     said = history.count
     for k in range(block.token.shape[1]):
         counts = (k < block.count).astype(jnp.int32)[:, None]
-        said = said + counts * _one_hot(block.token[:, k], said.shape[1])
+        said = said + counts * jax.nn.one_hot(block.token[:, k], said.shape[1], dtype=jnp.int32)
     return dataclasses.replace(history, count=said, position=history.position + block.count)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from k3jax import params
+from k3jax.capacity import tree_bytes
 from k3jax.config import k3
 from k3jax.dspark.tensors import draft_specs
 from k3jax.speculation import bench
@@ -52,9 +53,7 @@ def run(setting: bench.Setting, json_path: Path | None = None) -> int:
 def describe(setting: bench.Setting) -> Iterator[str]:
     """What is real and what is not."""
     config, whole = setting.config, k3()
-    target, draft = (
-        bench.tree_bytes(s, setting.dtype) for s in (params.model_specs(config), draft_specs(setting.draft))
-    )
+    target, draft = (tree_bytes(s, setting.dtype) for s in (params.model_specs(config), draft_specs(setting.draft)))
     experts = config.moe.num_experts
     yield f"{jax.devices()[0].device_kind}: {config.num_layers} of K3's {whole.num_layers} layers at full width"
     yield (
@@ -72,7 +71,7 @@ def describe(setting: bench.Setting) -> Iterator[str]:
 
 def inspect(programs: bench.Programs, record: dict[str, Any]) -> Iterator[str]:
     """Which kernels run, and whether anything leaves the device inside a step."""
-    for name in ("plain", "whole", "draft", "markov", "verify", "accept", "commit"):
+    for name in ("plain", "whole", *PARTS):
         kernels, transfers = programs.kernels(name), programs.transfers(name)
         record[name] = {"kernels": kernels, "transfers": transfers}
         calls = ", ".join(f"{count} x {target}" for target, count in kernels.items()) or "XLA's own alone"

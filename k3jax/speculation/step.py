@@ -6,7 +6,8 @@ row's draws do not depend on its neighbours or on the batch size.
 """
 
 import functools
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +23,8 @@ from k3jax.speculation.state import Block, SpeculativeState, Written
 from k3jax.speculation.widths import Widths
 from k3jax.step import Graph, last_hidden
 
-__all__ = ["Block", "Prefilled", "SpeculativeState", "Written", "prefill", "speculate", "speculate_all"]
-
-
-@runtime_checkable
-class Settle(Protocol):
-    """Verifies, accepts and commits so many tokens."""
-
-    def __call__(
-        self, width: int, state: SpeculativeState, limit: Int32[Array, " B"] | None
-    ) -> tuple[SpeculativeState, Block]:
-        """The state after the block, and the block."""
-        ...
+Settle = Callable[[int, SpeculativeState, Int32[Array, " B"] | None], tuple[SpeculativeState, Block]]
+"""Verifies, accepts and commits so many tokens, at most `limit` drafts of each row: the state after, and the block."""
 
 
 @functools.partial(

@@ -4,8 +4,8 @@ A value is a hash of its index, so that tensors of gigabytes need no room beside
 """
 
 import functools
+import itertools
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -13,25 +13,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped, UInt32
 
 from k3jax import params
-
-THREADS = 8
-"""Programs compiled at the same time."""
+from pallas.benchmark import compiled
 
 
 def tree(specs: params.Tree, dtype: Any, seed: int = 0) -> params.Tree:
     """Arrays for a tree of specs, with a spread that keeps activations near 1."""
-    flat = list(params.flatten(specs))
-    kinds = dict.fromkeys((spec.shape, str(spec.array_dtype(dtype)), spec.init) for _, spec in flat)
-    with ThreadPoolExecutor(THREADS) as executor:
-        made = executor.map(lambda kind: fill.lower(jnp.uint32(0), *kind).compile(), kinds)
-        programs = dict(zip(kinds, made, strict=True))
-    numbers = iter(range(len(flat)))
 
-    def draw(spec: params.ParamSpec) -> jax.Array:
-        program = programs[spec.shape, str(spec.array_dtype(dtype)), spec.init]
-        return program(jnp.uint32(next(numbers) + 1000 * seed))
+    def kind(spec: params.ParamSpec) -> tuple[tuple[int, ...], str, params.Init]:
+        return spec.shape, str(spec.array_dtype(dtype)), spec.init
 
-    return params.map_tree(draw, specs)
+    kinds = (kind(spec) for _, spec in params.flatten(specs))
+    programs = compiled({str(each): (fill, (jnp.uint32(0), *each)) for each in kinds})
+    salts = itertools.count(1000 * seed)
+    return params.map_tree(lambda spec: programs[str(kind(spec))](jnp.uint32(next(salts))), specs)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from k3jax import program
+
 ConfigName = Literal["nano", "tiny"]
-
-
-class UsageError(ValueError):
-    """Arguments that cannot be meant."""
+_SETTLING = ("settle_batches", "settle_rounds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,9 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args=arguments,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    from k3jax.train.programs import TrainingError
-
-    programs: dict[type, Any] = {
+    run: dict[type, Any] = {
         Prepare: _prepare,
         Pretrain: _pretrain,
         Settle: _settle,
@@ -265,13 +262,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Draw: _draw,
     }
     try:
-        programs[type(command)](command)
-    except UsageError as error:
-        return _fail(error, 2)
-    except (TrainingError, FileNotFoundError, ValueError) as error:
-        return _fail(error, 1)
+        run[type(command)](command)
+    except program.UsageError as error:
+        return _fail(error, program.USAGE)
+    except (FileNotFoundError, ValueError) as error:
+        return _fail(error, program.FAILURE)
     except KeyboardInterrupt:
-        return _fail("interrupted; run the same command again to go on from the last saved state", 130)
+        return _fail("interrupted; run the same command again to go on from the last saved state", program.INTERRUPTED)
     return 0
 
 
@@ -303,12 +300,12 @@ def _check(command: Pretrain) -> None:
     from k3jax.train import data
 
     if command.steps is None and command.seconds is None:
-        raise UsageError("give --steps, --seconds or both")
+        raise program.UsageError("give --steps, --seconds or both")
     least = {"steps": 0, "seconds": 0, "chat_steps": 0, "chat_seconds": 0, "rows": 1, "length": 1}
     least |= {"micro_batches": 1, "settle_batches": 1, "settle_rounds": 0}
     for name, bound in least.items():
         if (value := getattr(command, name)) is not None and value < bound:
-            raise UsageError(f"--{name.replace('_', '-')} is {value}, expected at least {bound}")
+            raise program.UsageError(f"--{name.replace('_', '-')} is {value}, expected at least {bound}")
     if command.initial is not None and not command.initial.exists():
         raise FileNotFoundError(f"--initial {command.initial} does not exist; give the directory of a checkpoint")
     if command.data is not None and not command.wait:
@@ -333,22 +330,16 @@ def _pretrain(command: Pretrain) -> None:
     if command.initial is not None:
         config, initial = checkpoints.load(command.initial, config, dtype=jax.numpy.bfloat16)
     names = ("steps", "seconds", "chat_steps", "chat_seconds", "rows", "length", "peak", "chat_peak", "seed")
+    names = (*names, *_SETTLING, "micro_batches", "dtype", "wait", "save_seconds")
     settings = programs.Training(
         config=config,
         data=data,
         out=command.out,
         balanced=not command.unbalanced,
         remat=not command.no_remat,
-        **{
-            name: getattr(command, name)
-            for name in (*names, *_SETTLING, "micro_batches", "dtype", "wait", "save_seconds")
-        },
+        **{name: getattr(command, name) for name in names},
     )
-
     print(json.dumps(programs.pretrain(settings, orbax_adapter.write, orbax_adapter.read, _export, initial)))
-
-
-_SETTLING = ("settle_batches", "settle_rounds")
 
 
 def _export(path: Path, config: Any, tree: Any) -> None:
@@ -410,15 +401,20 @@ def _draft_masters(path: Path, config: Any) -> Any:
     """float32 parameters of a stored draft. Raises `ValueError` when it has another shape than `config`."""
     import jax.numpy as jnp
 
+    from checkpoints.checking import require, tensor_problems
     from checkpoints.source import find_source
     from checkpoints.streaming import load_tree
+    from k3jax import params
     from k3jax.dspark.config import DSparkConfig
     from k3jax.dspark.tensors import draft_specs
 
     if (found := DSparkConfig.from_file(path)) != config:
         raise ValueError(f"{path} is a draft of another shape: {found}, expected {config}")
-    source, _ = find_source(path)
-    return load_tree(source, draft_specs(config), dtype=jnp.dtype(jnp.float32))
+    source, problems = find_source(path)
+    specs = draft_specs(config)
+    # Any other tensor may be there as well (the empty prefix): it is not read.
+    require(path, source, problems + list(tensor_problems(source, params.hf_tensors(specs), ("",))))
+    return load_tree(source, specs, dtype=jnp.dtype(jnp.float32))
 
 
 def _target(command: Draft | Acceptance) -> Any:
@@ -452,7 +448,7 @@ def _draw(command: Draw) -> None:
     from k3jax.train import report
 
     if command.names and len(command.names) != len(command.logs):
-        raise UsageError(f"{len(command.names)} names for {len(command.logs)} logs; give one each or none")
+        raise program.UsageError(f"{len(command.names)} names for {len(command.logs)} logs; give one each or none")
     names = command.names or tuple(str(path) for path in command.logs)
     runs = {name: report.read(path) for name, path in zip(names, command.logs, strict=True)}
     report.draw(runs, command.out)

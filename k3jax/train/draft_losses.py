@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from k3jax.dspark.model import DSpark
+from k3jax.layers.draft_attention import GqaDraftAttention
+from k3jax.train.draft_attention import packed_attention
 from pallas.precision import einsum
 
 CROSS_ENTROPY, TOTAL_VARIATION, CONFIDENCE = 0.1, 0.9, 1.0
@@ -54,18 +56,24 @@ def block_hidden(
     embedding: Float[Array, "V D"],
 ) -> Float[Array, "B A G D"]:
     """Hidden states of the blocks that start at `anchors` (positions in the text)."""
-    batch, count = anchors.shape
-    width = draft.config.block_size
-    offset = jnp.arange(width, dtype=jnp.int32)
-    position = (anchors[:, :, None] + offset[None, None]).reshape(batch, -1)
-    masks = jnp.full((batch, count, width), draft.config.mask_token_id, jnp.int32)
-    block = masks.at[:, :, 0].set(jnp.take_along_axis(ids, anchors, axis=1)).reshape(batch, -1)
-    visible = visible_keys(anchors, features.shape[1], width, causal=draft.config.causal)
+    width, causal = draft.config.block_size, draft.config.causal
+    position = anchors[:, :, None] + jnp.arange(width, dtype=jnp.int32)[None, None]
+    masks = jnp.full(position.shape, draft.config.mask_token_id, jnp.int32)
+    block = masks.at[:, :, 0].set(jnp.take_along_axis(ids, anchors, axis=1))
     x, context = embedding[block], draft.context(features)
-    at = jnp.broadcast_to(jnp.arange(context.shape[1], dtype=jnp.int32)[None], context.shape[:2])
+    places = jnp.arange(context.shape[1], dtype=jnp.int32)
+    at = jnp.broadcast_to(places[None], context.shape[:2])
+    before = places[None, None] < anchors[:, :, None]
     for layer in draft.layers:
-        x = layer(x, position, layer.attention.rows(context, at), visible)
-    return draft.norm(x).reshape(batch, count, width, -1)
+        attention, rows = layer.attention, layer.attention.rows(context, at)
+        if isinstance(attention, GqaDraftAttention):
+            normed = layer.attention_norm(x)
+            x = layer.feed_forward(x + packed_attention(attention, normed, position, rows, before, causal=causal))
+        else:
+            flat = (x.reshape(*at[:, :1].shape[:1], -1, x.shape[-1]), position.reshape(len(anchors), -1))
+            visible = visible_keys(anchors, context.shape[1], width, causal=causal)
+            x = layer(*flat, rows, visible).reshape(x.shape)
+    return draft.norm(x)
 
 
 def visible_keys(

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
@@ -14,29 +13,28 @@ from k3jax import params
 from k3jax.config import K3Config
 from k3jax.dspark import files as draft_files
 from k3jax.dspark.config import DraftGqa, DSparkConfig, MarkovKind, Rope
+from k3jax.dspark.tensors import draft_specs
 from k3jax.generation.decoding import Decoding, Request
 from k3jax.runtime import Model
 from k3jax.sampling import Sampling
 from k3jax.train import draft_run
 from k3jax.train.draft_data import Prepared
 from k3jax.train.report import Journal
-from k3jax.train.run import Load, Save, state_tree
+from k3jax.train.run import Load, Save, restore, state_tree
+from k3jax.train.specs import parameter_count
 
 TEXTS = "texts.npy"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What to train and on how much text."""
+class Plan(draft_run.Recipe):
+    """What to train, how, and on how much text; `seconds` include writing the texts."""
 
     out: Path
-    steps: int
     rows: int = 16
     """Texts per step."""
-    anchors: int = 64
-    """Blocks per text."""
-    peak: float = 2e-3
     texts: int = 2048
+    """Texts that the target writes."""
     length: int = 256
     """Tokens per text, the prompt included."""
     prompt: int = 32
@@ -45,12 +43,7 @@ class Plan:
     """Texts written at a time."""
     corpus: int = 0
     """Texts of the prepared data that are trained on beside those that the target wrote."""
-    resident: bool = False
-    """See `draft_run.Recipe`."""
-    seconds: float | None = None
-    """Time for writing texts and training; with it the schedule ends after `steps` or then, whichever comes first."""
     save_every: int = 500
-    seed: int = 0
 
 
 def draft_config(
@@ -102,6 +95,22 @@ def write_texts(model: Model, prompts: Int32[np.ndarray, "N P"], plan: Plan) -> 
     return texts
 
 
+def gather_texts(model: Model, prepared: Prepared, plan: Plan, journal: Journal) -> Int32[np.ndarray, "N S"]:
+    """Texts that the target wrote, stored once in `plan.out`, and those of the data: the same when a run goes on."""
+    stored = plan.out / TEXTS
+    if stored.is_file():
+        texts = np.load(stored)
+    else:
+        started = time.monotonic()
+        prompts = prepared.mixed(np.random.default_rng(plan.seed), plan.texts, plan.prompt)
+        texts = write_texts(model, prompts, plan)
+        np.save(stored, texts)
+        journal.write("texts", rows=len(texts), tokens=int(texts.size), took=round(time.monotonic() - started, 1))
+    if not plan.corpus:
+        return texts
+    return np.concatenate([texts, prepared.texts(np.random.default_rng((plan.seed, 1)), plan.corpus, plan.length)])
+
+
 def run(
     model: Model,
     config: DSparkConfig,
@@ -115,32 +124,15 @@ def run(
 
     Goes on from the latest saved state in `plan.out`, if there is one, otherwise from the parameters `initial`.
     """
-    begin, rng = time.monotonic(), np.random.default_rng(plan.seed)
-    plan.out.mkdir(parents=True, exist_ok=True)
-    stored = plan.out / TEXTS
+    begin = time.monotonic()
     with Journal(plan.out / "log.jsonl") as journal:
-        if stored.is_file():
-            texts = np.load(stored)
-        else:
-            started = time.monotonic()
-            texts = write_texts(model, prepared.mixed(rng, plan.texts, plan.prompt), plan)
-            np.save(stored, texts)
-            journal.write("texts", rows=len(texts), tokens=int(texts.size), took=round(time.monotonic() - started, 1))
-        if plan.corpus:
-            texts = np.concatenate([texts, prepared.texts(rng, plan.corpus, plan.length)])
+        texts = gather_texts(model, prepared, plan, journal)
         fresh = draft_run.create(config, plan.seed)
         fresh = fresh if initial is None else fresh._replace(masters=initial)
         state = start = _resume(plan, fresh, load)
         step = int(state.step)
         left = None if plan.seconds is None else max(1.0, plan.seconds - (time.monotonic() - begin))
-        recipe = draft_run.Recipe(
-            steps=plan.steps,
-            seconds=left,
-            peak=plan.peak,
-            anchors=plan.anchors,
-            resident=plan.resident,
-            seed=plan.seed,
-        )
+        recipe = dataclasses.replace(plan, seconds=left)
         for state, result in draft_run.train(model, config, start, texts, recipe, plan.rows):
             step += 1
             if step % 20 == 0:
@@ -161,12 +153,7 @@ def _save(plan: Plan, config: DSparkConfig, step: int, state: draft_run.DraftSta
 def _resume(plan: Plan, fresh: draft_run.DraftState, load: Load) -> draft_run.DraftState:
     """The latest complete state of the run, otherwise `fresh`."""
     saved = sorted(path for path in plan.out.glob("state-*") if path.name.removeprefix("state-").isdigit())
-    if not saved:
-        return fresh
-    tree = state_tree(fresh)
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-    restored = load(saved[-1], abstract)
-    return jax.tree.unflatten(jax.tree.structure(fresh), [restored[key] for key in sorted(restored)])
+    return restore(load, saved[-1], fresh) if saved else fresh
 
 
 def _figures(result: draft_run.DraftLosses) -> dict[str, float]:
@@ -178,6 +165,5 @@ def _figures(result: draft_run.DraftLosses) -> dict[str, float]:
 
 def summary(plan: Plan, state: draft_run.DraftState, config: DSparkConfig) -> str:
     """One line for the terminal."""
-    draft = draft_run.finished(config, state, jnp.bfloat16)
-    count = draft_run.parameter_count(draft)
+    count = parameter_count(draft_specs(config))
     return json.dumps({"draft": str(plan.out / "draft"), "steps": int(state.step), "parameters": count})

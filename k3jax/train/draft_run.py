@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
 from k3jax import params
@@ -147,13 +146,3 @@ def train(
         rate = jnp.float32(learning_rate(place, recipe.steps, recipe.peak))
         state, result = train_step(config, model.graph, model.leaves, state, text, anchors, rate)
         yield state, result
-
-
-def finished(config: DSparkConfig, state: DraftState, dtype: Any = jnp.bfloat16) -> DSpark:
-    """The draft in `dtype`."""
-    return DSpark(config, jax.tree.map(lambda master: master.astype(dtype), state.masters))
-
-
-def parameter_count(draft: DSpark) -> int:
-    """Numbers in a draft."""
-    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(draft)))

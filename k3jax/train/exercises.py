@@ -5,7 +5,6 @@ is an exercise with free names; the choice of names makes more than a thousand d
 """
 
 import random
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def exercises(count: int, seed: int) -> Iterator[Documented]:
 
 
 def _exercise(line: str, chooser: random.Random) -> Documented:
-    task, names, arguments, body = (part.strip() for part in re.split(r" \| ", line))
+    task, names, arguments, body = (part.strip() for part in line.split(" | "))
     words: dict[str, str] = {}
     for key, choices in _NAMES.items():  # two placeholders never share a word
         words[key] = chooser.choice([word for word in choices if word not in words.values()])

@@ -55,7 +55,7 @@ def third_person(sentence: str) -> str | None:
         verb = verb[:-1] + "ies"
     elif not verb.endswith("s"):
         verb += "s"
-    return verb + " ".join(match[2].split(" "))
+    return verb + match[2]
 
 
 _NOT_VERBS = frozenset(

@@ -255,10 +255,7 @@ def _conclude(settings: Training, run: Any, phase: str, batches: list[Any], expo
     sizes = json.loads((settings.data / tokens.SIZES).read_text(encoding="utf-8"))
     summary = {
         "phase": phase,
-        "validation_bits_per_byte": result.bits_per_byte(sizes["validation_bytes"]),
-        "validation_nats_per_token": result.loss,
-        "validation_tokens": result.tokens,
-        "validation_load_max_over_mean": [round(float(value), 4) for value in result.imbalance],
+        **_held_out(result, sizes),
         "tokens": run.progress.tokens,
         "balanced": settings.balanced,
         **sizes,
@@ -269,6 +266,15 @@ def _conclude(settings: Training, run: Any, phase: str, batches: list[Any], expo
     (settings.out / "curves.json").write_text(json.dumps(report.curves(records)) + "\n", encoding="utf-8")
     report.draw({settings.out.name: records}, settings.out / "curves.png")
     return summary
+
+
+def _held_out(result: Any, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Figures of an evaluation on all held-out files."""
+    return {
+        "validation_bits_per_byte": result.bits_per_byte(sizes["validation_bytes"]),
+        "validation_nats_per_token": result.loss,
+        "validation_load_max_over_mean": [round(float(value), 4) for value in result.imbalance],
+    }
 
 
 def settled(settings: Training, evaluate: Any, mesh: Any, masters: Tree) -> Tree:
@@ -303,11 +309,7 @@ def settle_checkpoint(settings: Training, packed: Tree, export: Export) -> dict[
         if stage == "after":
             masters = settled(settings, evaluate, mesh, masters)
         result = evaluate_batches(evaluate, masters, (place(batch, mesh) for batch in batches))
-        results[stage] = {
-            "validation_bits_per_byte": result.bits_per_byte(sizes["validation_bytes"]),
-            "validation_nats_per_token": result.loss,
-            "validation_load_max_over_mean": [round(float(value), 4) for value in result.imbalance],
-        }
+        results[stage] = _held_out(result, sizes)
     export_directory(settings.out / "checkpoint", settings, masters, export)
     (settings.out / "settled.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results

@@ -112,7 +112,7 @@ class Run:
             done += 1
             if step == TIMED_STEPS[0]:
                 jax.block_until_ready(metrics)
-                started = (step, time.monotonic())
+                started = (self.progress.step, time.monotonic())
             first = step == TIMED_STEPS[1] and self.progress.total is None
             if first or (phase.bounded_twice and step % RETIMED == RETIMED // 2):
                 jax.block_until_ready(metrics)
@@ -128,7 +128,7 @@ class Run:
 
     def _set_total(self, phase: Phase, started: tuple[int, float], begin: float) -> None:
         assert phase.seconds is not None
-        per_step = (time.monotonic() - started[1]) / (self.progress.step - 1 - started[0])
+        per_step = (time.monotonic() - started[1]) / (self.progress.step - started[0])
         remaining = phase.seconds - (time.monotonic() - begin)
         fitting = self.progress.step + int(remaining / per_step)
         self.progress.total = max(self.progress.step, min(fitting, phase.steps or fitting))
@@ -144,7 +144,7 @@ class Run:
 
     def _log(self, phase: Phase, metrics: Metrics, rate: float, started: tuple[int, float]) -> None:
         values = jax.device_get(metrics)
-        steps, seconds = self.progress.step - 1 - started[0], time.monotonic() - started[1]
+        steps, seconds = self.progress.step - started[0], time.monotonic() - started[1]
         tokens = self.progress.tokens / max(1, self.progress.step)
         self.journal.write(
             "step",
@@ -183,11 +183,7 @@ class Run:
             return False
         record = json.loads(path.read_text(encoding="utf-8"))
         name = record.pop("state")
-        tree = state_tree(self.state)
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-        restored = load(self.directory / name, abstract)
-        leaves = [restored[key] for key in sorted(restored)]
-        self.state = jax.tree.unflatten(jax.tree.structure(self.state), leaves)
+        self.state = restore(load, self.directory / name, self.state)
         self.progress = Progress(**record)
         return True
 
@@ -195,6 +191,14 @@ class Run:
 def state_tree(state: tuple[Any, ...]) -> dict[str, jax.Array]:
     """The leaves of a state in a flat dict whose sorted keys keep their order."""
     return {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
+
+
+def restore[State: tuple[Any, ...]](load: Load, path: Path, like: State) -> State:
+    """The state whose `state_tree` was saved at `path`, placed like the one of the same structure."""
+    tree = state_tree(like)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    restored = load(path, abstract)
+    return jax.tree.unflatten(jax.tree.structure(like), [restored[key] for key in sorted(restored)])
 
 
 def place(batch: Batch, mesh: Mesh) -> Batch:

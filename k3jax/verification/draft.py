@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from k3jax.cache import Rows
 from k3jax.dspark.config import DSparkConfig
-from k3jax.dspark.model import Draft, Drafted, DSpark, Pools, greedy
+from k3jax.dspark.model import Draft, Drafted, DSpark, empty_pools, greedy
 from k3jax.verification.compare import Comparison, compare
 from k3jax.verification.golden import GoldenError, arrays_of
 
@@ -143,9 +143,7 @@ class DraftVerification:
         # The block's own rows lie behind the context.
         width = -(-(self.golden.tokens + config.block_size) // PAGE)
         dtype = self.draft.context_proj[...].dtype
-        pools: Pools = tuple(
-            jnp.zeros((width + 1, PAGE, config.attention.row_width), dtype) for _ in range(config.num_layers)
-        )
+        pools = empty_pools(config, pages=width + 1, page_size=PAGE, dtype=dtype)
         table = jnp.arange(1, width + 1, dtype=jnp.int32)[None]
         definition, arrays = nnx.split(self.draft)
         committed = 0

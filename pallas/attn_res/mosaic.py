@@ -7,7 +7,7 @@ import jax
 
 from pallas.attn_res import mosaic_read, mosaic_stream, xla
 from pallas.attn_res.types import Read
-from pallas.kda.mosaic import require_hopper
+from pallas.dispatch import require_hopper
 
 
 def read(*args: Any) -> Read:

@@ -5,8 +5,7 @@ stays in registers. Two exchanges join the blocks: the sums that the scores need
 vector), then the squares of the mix.
 """
 
-import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,16 +33,6 @@ ROWS = plgpu.Layout.TILED(plgpu.Tiling(((4, THREADS), (4,))), warp_dims=(-3,), l
 """[rows, 128]: a row per warp and step, so that a sum over a row stays inside a warp."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How the kernel starts."""
-
-    dependent_launch: bool = False
-    """Start before the kernel in front has finished, and wait for it before its results are read."""
-    ahead: Literal["nothing", "weights", "sources", "sums"] = "nothing"
-    """What is read, or computed, before that wait. More than nothing is safe where that kernel wrote none of it."""
-
-
 def require_supported(prefix: Float[Array, "*batch D"], sources: int) -> None:
     """Raises `NotImplementedError` with the reason for a call that the kernel does not serve."""
     if prefix.dtype != jnp.bfloat16:
@@ -65,7 +54,6 @@ def read(
     out_norm: Float[Array, " D"],
     eps: float,
     norm_eps: float,
-    settings: Settings = Settings(),
     interpret: Any = None,
 ) -> Read:
     """`api.read`; interpretation knows no clusters, so there a token has as many channels as one block."""
@@ -78,10 +66,8 @@ def read(
         x.reshape(tokens, blocks, THREADS, WIDTH) for x in (*sources, prefix, *(() if output is None else (output,)))
     ]
     weights = [x.reshape(blocks, THREADS, WIDTH) for x in (norm, query, out_norm)]
-
-    # Interpretation knows neither.
+    # Interpretation does not know the lighter one.
     synchronize = cluster.synchronize if interpret is None else plgpu.commit_smem
-    dependent = settings.dependent_launch and interpret is None
 
     def body(*refs: Any):
         inputs, refs = refs[: len(vectors)], refs[len(vectors) :]
@@ -93,13 +79,6 @@ def read(
         block = lax.axis_index("block") if blocks > 1 else 0
         if blocks > 1:
             cluster.open_exchange(barriers, (blocks * 2 * rows * 4, blocks * WARPS * 4))
-        if dependent:
-            plgpu.griddepcontrol_launch_dependents()
-
-        def hold(stage: str) -> None:
-            """Waits for the kernel in front, if this is the stage to do it before."""
-            if dependent and settings.ahead == stage:
-                plgpu.griddepcontrol_wait()
 
         def load(ref: Any) -> jax.Array:
             return plgpu.load(ref, layout=THREAD, optimized=False)
@@ -110,19 +89,12 @@ def read(
             partials[0, index] = (wide * wide).sum(axis=1)
             partials[1, index] = (wide * key).sum(axis=1)
 
-        hold("nothing")
         key = load(norm.at[block]).astype(jnp.float32) * load(query.at[block]).astype(jnp.float32)
         gain = load(out_norm.at[block])
-        hold("weights")
         values = [load(ref.at[token, block]) for ref in inputs[: count - 1]]
-        hold("sources")
-        if settings.ahead != "sums":
-            live = [load(ref.at[token, block]) for ref in inputs[count - 1 :]]
+        live = [load(ref.at[token, block]) for ref in inputs[count - 1 :]]
         for index, value in enumerate(values):
             sums(index, value)
-        hold("sums")
-        if settings.ahead == "sums":
-            live = [load(ref.at[token, block]) for ref in inputs[count - 1 :]]
         if output is not None:
             live[0] = live[0] + live[1]
             prefix_out[token, block] = live[0]

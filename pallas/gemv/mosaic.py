@@ -19,14 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas.dispatch import require_hopper
 from pallas.gemv import xla
-from pallas.kda.mosaic import require_hopper
 from pallas.transposed_store import emulated_store, store
 
 ROWS = 64
 MOST_TOKENS = 16
 DEPTH = 64
-"""Inputs of one swizzled tile: 128 bytes."""
+"""Inputs of a buffer, one swizzled tile: 128 bytes."""
 WIDE = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
 MULTIPROCESSORS = 132
 
@@ -39,8 +39,6 @@ class Settings:
     """Warpgroups of a thread block, which share a tile."""
     stages: int = 5
     """Buffers of a warpgroup."""
-    depth: int = 64
-    """Inputs of a buffer."""
     slices: int = 1
     """Parts of the depth that different thread blocks take."""
     blocks: int = MULTIPROCESSORS
@@ -84,10 +82,10 @@ def require_supported(x: jax.Array, weights: jax.Array, cut: Settings) -> None:
         raise NotImplementedError(f"gemv mosaic serves bfloat16, got {x.dtype} and {weights.dtype}")
     if x.shape[0] > MOST_TOKENS:
         raise NotImplementedError(f"gemv mosaic serves up to {MOST_TOKENS} rows, got {x.shape[0]}")
-    if weights.shape[0] < ROWS or weights.shape[0] % 8 or x.shape[1] % (cut.groups * cut.slices * cut.depth):
+    if weights.shape[0] < ROWS or weights.shape[0] % 8 or x.shape[1] % (cut.groups * cut.slices * DEPTH):
         raise NotImplementedError(
             f"gemv mosaic serves at least {ROWS} outputs in multiples of 8 and inputs in multiples of "
-            f"{cut.groups * cut.slices * cut.depth}, got {weights.shape[0]} and {x.shape[1]}"
+            f"{cut.groups * cut.slices * DEPTH}, got {weights.shape[0]} and {x.shape[1]}"
         )
 
 
@@ -95,7 +93,7 @@ def _kernel(
     columns: int, sizes: tuple[int, ...], dtypes: tuple[jnp.dtype, ...], depth: int, cut: Settings, interpret: Any
 ) -> Any:
     groups, stages, share = cut.groups, cut.stages, ROWS // cut.groups
-    parts = depth // (cut.depth * groups * cut.slices)
+    parts = depth // (DEPTH * groups * cut.slices)
     ends = tuple(itertools.accumulate(-(-rows // ROWS) for rows in sizes))
     total = ends[-1] * cut.slices
     layout = plgpu.Layout.WG_STRIDED((share, columns), vec_size=1)
@@ -123,7 +121,7 @@ def _kernel(
                 tile, piece = lax.div(item, jnp.int32(cut.slices)), lax.rem(item, jnp.int32(cut.slices))
                 slot = group * stages + lax.rem(stage, jnp.int32(stages))
                 step = (piece * parts + lax.rem(stage, jnp.int32(parts))) * groups + group
-                inputs = pl.ds(step * cut.depth, cut.depth)
+                inputs = pl.ds(step * DEPTH, DEPTH)
 
                 def read(index: int, row: jax.Array) -> None:
                     source = matrices[index].at[pl.ds(row, ROWS), inputs]
@@ -193,8 +191,8 @@ def _kernel(
         num_threads=groups,
         thread_name="group",
         scratch_types={
-            "left": smem((groups * stages, ROWS, cut.depth), jnp.bfloat16, transforms=WIDE),
-            "right": smem((groups * stages, columns, cut.depth), jnp.bfloat16, transforms=WIDE),
+            "left": smem((groups * stages, ROWS, DEPTH), jnp.bfloat16, transforms=WIDE),
+            "right": smem((groups * stages, columns, DEPTH), jnp.bfloat16, transforms=WIDE),
             "sums": smem((2, groups, ROWS, columns), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=groups * stages),
             "summed": plgpu.Barrier(num_arrivals=groups, num_barriers=2),
@@ -212,8 +210,6 @@ def on_gpu(
 ) -> tuple[Float[Array, "M _"], ...]:
     """`matmuls`, refusing where there is no Hopper GPU. Gradients are those of ordinary products."""
     require_hopper("gemv mosaic")
-    for matrix in weights:
-        require_supported(x, matrix, settings_for([matrix.shape[0] for matrix in weights], x.shape[1]))
     return _differentiable(x, weights, dtypes)
 
 

@@ -6,21 +6,13 @@ from typing import Any
 
 import jax
 
-from pallas.dispatch import WrongDevice, require_gpu
+from pallas.dispatch import require_hopper
 from pallas.kda import mosaic_decode, mosaic_prefill, mosaic_verify, xla
 from pallas.kda.types import Prefill
 
 
-def require_hopper(name: str) -> None:
-    """Raises `WrongDevice` unless the default device has the instructions that the kernels use."""
-    require_gpu(name)
-    capability = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
-    if not capability.startswith("9."):
-        raise WrongDevice(f"{name} needs compute capability 9.x (H100, H200), this GPU has {capability}")
-
-
 def on_gpu(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel`, refusing with `NotImplementedError` where the default device is not a Hopper GPU."""
+    """`kernel`, refusing with `WrongDevice` where the default device is not a Hopper GPU."""
 
     @wraps(kernel)
     def run(*args: Any) -> Any:

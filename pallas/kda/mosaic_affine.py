@@ -22,10 +22,9 @@ from pallas.kda.mosaic_intra import (
     Operands,
     emulated_product,
     halves,
-    over_columns,
     tensor_core_product,
 )
-from pallas.kda.mosaic_state import SIDE, STAGES, advance, emulated_advance, segment_chunks
+from pallas.kda.mosaic_state import SIDE, STAGES, advance, emulated_advance, half_chunk_decay, segment_chunks
 from pallas.kda.mosaic_token import pl_ds
 
 COPIES = 6
@@ -71,13 +70,8 @@ def segment_maps(
             def loop(chunk: jax.Array, state: jax.Array) -> jax.Array:
                 slot = chunk % STAGES
                 plgpu.barrier_wait(full.at[slot])
-
-                def decay(part: int) -> jax.Array:
-                    total = plgpu.load(totals.at[slot, part], layout=PRODUCT.reduce(0), optimized=False)
-                    return over_columns(total, PRODUCT, (SIDE, channels))
-
                 stage = (None, pulls.at[slot], pushes.at[slot, group], keys.at[slot], inverses.at[slot], None)
-                state, _ = step(state, stage, decay, lambda: None)
+                state, _ = step(state, stage, half_chunk_decay(totals, slot), lambda: None)
                 plgpu.barrier_arrive(free.at[slot])
                 return state
 

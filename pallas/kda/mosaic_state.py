@@ -93,6 +93,16 @@ def fetch_chunk(operands: tuple, stage: tuple, ready: Any, row: jax.Array, head:
     plgpu.copy_gmem_to_smem(total.at[row, head, pl.ds(2 * chunk, 2)], stage[6], ready)
 
 
+def half_chunk_decay(totals: Any, slot: jax.Array) -> Callable[[int], jax.Array]:
+    """`advance`'s decay from the totals of the chunk in a buffer of [stages, 2, 128]."""
+
+    def decay(part: int) -> jax.Array:
+        total = plgpu.load(totals.at[slot, part], layout=PRODUCT.reduce(0), optimized=False)
+        return over_columns(total, PRODUCT, (SIDE, CHANNELS))
+
+    return decay
+
+
 def segment_chunks(tokens: int, segments: int) -> int:
     """Chunks of a segment: whole blocks, the last segment may be shorter or empty."""
     blocks = tokens // BLOCK
@@ -204,11 +214,6 @@ def recur(
                 slot = chunk % STAGES
                 capture(state, lambda at: at == first + chunk)
                 plgpu.barrier_wait(full.at[slot])
-
-                def decay(part: int) -> jax.Array:
-                    total = plgpu.load(totals.at[slot, part], layout=PRODUCT.reduce(0), optimized=False)
-                    return over_columns(total, PRODUCT, (SIDE, channels))
-
                 stage = (
                     queries.at[slot],
                     pulls.at[slot],
@@ -217,7 +222,7 @@ def recur(
                     inverses.at[slot],
                     attentions.at[slot],
                 )
-                state, reading = step(state, stage, decay, lambda: publish(chunk - 1, last))
+                state, reading = step(state, stage, half_chunk_decay(totals, slot), lambda: publish(chunk - 1, last))
                 return state, plgpu.layout_cast(reading.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
 
             initial = plgpu.load(state_in.at[row, segment, head, values], layout=PRODUCT, optimized=False)

@@ -1,18 +1,12 @@
 """Other implementations of KDA, timed on the same GPU where they are installed.
 
-jax-linear-attention runs in this process. fla runs in a child (`python -m pallas.kda.peers`), which tunes and captures
-its kernels while JAX compiles ours; it then waits to be asked for a time, so that only one of both uses the GPU.
+jax-linear-attention runs in this process, fla in children of `pallas.peers`, which tune its kernels while JAX compiles
+ours.
 """
 
 import functools
 import importlib.util
-import json
-import select
-import statistics
-import subprocess
-import sys
 import time
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas.kda.shapes import HEAD_DIM
+from pallas.peers import PeerProcess, serve
 
 
 def jla_prefill(heads: int, tokens: int, slow: bool) -> tuple[Any, tuple[jax.Array, ...]]:
@@ -57,45 +52,27 @@ class Fla:
         groups: dict[tuple, list[tuple]] = {}
         for call in calls:
             groups.setdefault(call[:1] if call[0] == "recurrent" else call[:4], []).append(call)
-        self._children: dict[tuple, subprocess.Popen[str]] = {}
-        if importlib.util.find_spec("fla") and importlib.util.find_spec("torch"):
+        self._children: dict[tuple, PeerProcess] = {}
+        if importlib.util.find_spec("fla"):
             for group in groups.values():
-                command = [sys.executable, "-m", "pallas.kda.peers", json.dumps(group)]
-                pipe = subprocess.PIPE
-                child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1)
-                self._children.update(dict.fromkeys(group, child))
+                self._children.update(dict.fromkeys(group, PeerProcess("pallas.kda.peers", group)))
 
     def wait(self, seconds: float) -> None:
-        """Until all are ready; ends those that take longer, for they would disturb what is measured then."""
+        """Until all are ready; ends those that take longer."""
         deadline = time.monotonic() + seconds
         for child in set(self._children.values()):
-            assert child.stdout is not None
-            left = max(0.0, deadline - time.monotonic())
-            if not select.select([child.stdout], [], [], left)[0]:
-                child.kill()
-            child.stdout.readline()
+            child.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Ends all children."""
-        for child in self._children.values():
-            child.kill()
-            child.wait()
+        for child in set(self._children.values()):
+            child.close()
 
     def time(self, call: tuple) -> float:
-        """Median microseconds of a call; raises `ImportError` without fla and `TimeoutError` where it has none."""
-        child = self._children.get(call)
-        if child is None:
+        """Median microseconds of a call; raises `ImportError` without fla and `RuntimeError` where it has none."""
+        if call not in self._children:
             raise ImportError("fla is not installed", name="fla-core")
-        assert child.stdin is not None
-        assert child.stdout is not None
-        try:
-            child.stdin.write(json.dumps(call) + "\n")
-        except BrokenPipeError:
-            raise TimeoutError("fla was not tuned in time") from None
-        answer = child.stdout.readline()
-        if not answer.startswith("{"):
-            raise TimeoutError("fla was not tuned in time")
-        return json.loads(answer)["us"]
+        return self._children[call].time(call)
 
 
 def fla_call(name: str, rows: int, tokens: int, heads: int, slow: bool) -> Callable[[Any], Any]:
@@ -135,53 +112,15 @@ def fla_call(name: str, rows: int, tokens: int, heads: int, slow: bool) -> Calla
     return run
 
 
-def fla_prepared(name: str, rows: int, tokens: int, heads: int, slow: bool) -> Callable[[], float]:
-    """Compiles and tunes a call of fla and captures it in a CUDA graph; the result measures it, in microseconds."""
+def prepare(name: str, rows: int, tokens: int, heads: int, slow: bool) -> list[Callable[[], Any]]:
+    """Calls of fla with a state each: many of the recurrent form, whose states would otherwise stay in the cache."""
     import torch
 
     run = fla_call(name, rows, tokens, heads, slow)
     sets = max(2, 32 * 96 // (rows * heads)) if name == "recurrent" else 2
     states = [torch.zeros(rows, heads, HEAD_DIM, HEAD_DIM, device="cuda") for _ in range(sets)]
-    run(states[0])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for state in states:
-            run(state)
-
-    # A graph keeps no tensor alive: inputs and states must live as long as it does.
-    alive = types.SimpleNamespace(graph=graph, run=run, states=states)
-
-    def measure() -> float:
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        samples = []
-        for _ in range(12):
-            marks[0].record()
-            alive.graph.replay()
-            marks[1].record()
-            torch.cuda.synchronize()
-            samples.append(marks[0].elapsed_time(marks[1]) * 1e3 / sets)
-        return statistics.median(samples[2:])
-
-    return measure
-
-
-def serve(calls: list[list]) -> None:
-    """The child's work: prepares all calls, then answers each line on standard input with a line of JSON."""
-    import torch
-
-    answers, sys.stdout = sys.stdout, sys.stderr  # what the libraries print must not be taken for an answer
-    ready = {}
-    with torch.inference_mode():
-        for call in calls:
-            try:
-                ready[json.dumps(call)] = fla_prepared(*call)
-            except Exception as error:  # whatever goes wrong with one call must leave the others
-                print(f"note: fla {call}: {type(error).__name__}: {error}"[:300], file=sys.stderr)
-        print("ready", file=answers, flush=True)
-        for line in sys.stdin:
-            measure = ready.get(line.strip())
-            print("no" if measure is None else json.dumps({"us": measure()}), file=answers, flush=True)
+    return [functools.partial(run, state) for state in states]
 
 
 if __name__ == "__main__":
-    serve(json.loads(sys.argv[1]))
+    serve(prepare)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas import timing
-from pallas.benchmark import BANDWIDTH, Check, Measurement, Peer, compiled, measured_peer
+from pallas.benchmark import BANDWIDTH, FLOPS, Check, Measurement, Peer, compiled, measured_peer
 from pallas.dispatch import Implementation
 from pallas.mla import api, mosaic, mosaic_prefill, peers, reference
 from pallas.mla.shapes import HEADS, LATENT, OWN, PAGE, PREFILL_TOKENS, RANK, RANK_HEADS, SCALE, SHARED, VALUE
@@ -22,8 +22,6 @@ from pallas.peers import PeerProcess
 
 __all__ = ["gate", "measure"]
 
-FLOPS = 790e12
-"""bf16 operations per second of a large matrix product on an H200."""
 BEYOND_CACHE = 150e6
 """Bytes of latents that a chain of calls walks over at least."""
 
@@ -98,14 +96,17 @@ def decode_checks(
             yield Check(f"decode, token {token} of {tokens} equals a single step", error, 5e-3)
 
 
-def alone_checks(heads: int, lengths: list[int]) -> Iterator[Check]:
-    """Attention of a row in a batch and alone, bit for bit; the projections around it are XLA's own affair."""
+def alone_checks(heads: int, lengths: list[int], tokens: int) -> Iterator[Check]:
+    """Attention of a row in a batch and alone, bit for bit; of the kernels alone.
+
+    The projections around them are XLA's, which may sum in another order for another number of rows.
+    """
     pool, table = paged(len(lengths), max(lengths))
-    query, length = normal(1, len(lengths), heads, LATENT), jnp.asarray(lengths, jnp.int32)
+    query, length = normal(1, len(lengths), tokens * heads, LATENT), jnp.asarray(lengths, jnp.int32)
     options = {"heads": heads, "rank": RANK, "scale": SCALE}
-    together = attend_pages(query, pool, table, length - 1, length, **options)
-    alone = attend_pages(query[:1], pool, table[:1], length[:1] - 1, length[:1], **options)
-    yield Check(f"attention of {heads} heads, a row alone", float(jnp.any(alone[0] != together[0])), 0.0)
+    together = attend_pages(query, pool, table, length - tokens, length, **options)
+    alone = attend_pages(query[:1], pool, table[:1], length[:1] - tokens, length[:1], **options)
+    yield Check(f"attention of {heads} heads x {tokens}, a row alone", float(jnp.any(alone[0] != together[0])), 0.0)
 
 
 def prefill_checks(implementation: Implementation, heads: int, tokens: int) -> Iterator[Check]:
@@ -133,7 +134,8 @@ def gate(implementation: Implementation = None) -> list[Check]:
         # Wide enough for the groups of long contexts.
         results += decode_checks(implementation, HEADS, [9000, 70], (1,))
         if implementation != "xla":
-            results += [*alone_checks(RANK_HEADS, lengths), *alone_checks(HEADS, [9000, 70])]
+            for heads, rows, tokens in ((RANK_HEADS, lengths, 1), (RANK_HEADS, lengths, 9), (HEADS, [9000, 70], 1)):
+                results += alone_checks(heads, rows, tokens)
     for tokens in (130, 600) if gpu else (20,):
         results += prefill_checks(implementation, 4 if gpu else 2, tokens)
     return results

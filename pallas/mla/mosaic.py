@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas.kda.mosaic import require_hopper
+from pallas.dispatch import require_hopper
 from pallas.mla import mosaic_decode, mosaic_join, mosaic_prefill, xla
 from pallas.precision import einsum
 
@@ -66,19 +66,10 @@ def attend_pages(
     return mosaic_join.join(*parts, length, settings, interpret)[:, : query.shape[1]]
 
 
-def prefill(
-    query: Float[Array, "B T H Q"],
-    latents: Float[Array, "B S L"],
-    key_up: Float[Array, "H K R"],
-    value_up: Float[Array, "H V R"],
-    start: Int32[Array, " B"],
-    length: Int32[Array, " B"],
-    *,
-    scale: float,
-) -> Float[Array, "B T H V"]:
-    """`api.prefill`."""
+def prefill(*args: Array, scale: float) -> Float[Array, "B T H V"]:
+    """`api.prefill`, arguments as of `expanded`."""
     require_hopper("mla mosaic prefill")
-    return differentiable_prefill(query, latents, key_up, value_up, start, length, scale)
+    return differentiable_prefill(*args, scale)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))

@@ -47,10 +47,6 @@ class Settings:
 
     blocks: int = 132
     least: int = 4
-    queries: int | None = None
-    """Most queries of a group; None leaves it to `most_queries`."""
-    dependent_launch: bool = True
-    """Start each kernel before the one in front has finished, and wait for it before anything is read."""
 
 
 DEFAULT = Settings()
@@ -119,7 +115,7 @@ def attend(
     rows, queries, width = query.shape
     page, pages = pool.shape[1], page_table.shape[1]
     narrow = pool.dtype == jnp.float8_e4m3fn
-    limit = settings.queries or most_queries(queries, pages * page, settings)
+    limit = most_queries(queries, pages * page, settings)
     groups, most = group_queries(queries, min(limit, MOST_QUERIES_NARROW if narrow else MOST_QUERIES))
     query = jnp.pad(query, ((0, 0), (0, groups * most - queries), (0, 0)))
     # No more than the page table can fill: that changes no row's parts.
@@ -140,7 +136,8 @@ def attend(
         queries, tiles, shares, shrinks, asked, full, scored, free, *staging = buffers
         part, group, row = (lax.axis_index(name) for name in ("parts", "groups", "rows"))
         role = lax.axis_index("role")
-        if settings.dependent_launch and interpret is None:
+        # Starts before the kernel in front has finished, and waits for it before anything is read.
+        if interpret is None:
             plgpu.griddepcontrol_launch_dependents()
             plgpu.griddepcontrol_wait()
         length = lengths[row]

@@ -43,7 +43,7 @@ def join(
     rows, groups, parts, rank, most = mixed.shape
 
     def body(mixed, stats, lengths, output, tops, totals, sums, ready):
-        if settings.dependent_launch and interpret is None:
+        if interpret is None:
             plgpu.griddepcontrol_launch_dependents()
             plgpu.griddepcontrol_wait()
         team, group, row = (lax.axis_index(name) for name in ("team", "groups", "rows"))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas import timing
-from pallas.benchmark import BANDWIDTH, Measurement, Peer, compiled, measured_peer
+from pallas.benchmark import BANDWIDTH, FLOPS, Measurement, Peer, compiled, measured_peer
 from pallas.dispatch import Implementation
 from pallas.moe import gate as gates
 from pallas.moe import peers
@@ -17,8 +17,6 @@ from pallas.moe.shapes import CHOSEN, EXPERTS, INNER, LATENT, RANK_INNER
 from pallas.moe.types import PackedExperts
 
 gate = gates.gate
-ARITHMETIC = 790e12
-"""Operations per second of a bfloat16 product on an H200."""
 
 
 class Line(NamedTuple):
@@ -69,7 +67,7 @@ def floor_us(line: Line, args: tuple[Any, ...]) -> tuple[float, float]:
     distinct = float(np.mean([len(np.unique(np.asarray(choice))) for choice in ids]))
     moved = sum(array.nbytes for array in packed) / EXPERTS * distinct
     operations = 2.0 * line.tokens * CHOSEN * 3 * LATENT * line.inner
-    return max(moved / BANDWIDTH, operations / ARITHMETIC) * 1e6, distinct
+    return max(moved / BANDWIDTH, operations / FLOPS) * 1e6, distinct
 
 
 def measure() -> Iterator[Measurement]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas.kda.mosaic import require_hopper
+from pallas.dispatch import require_hopper
 from pallas.moe import mosaic_decode, mosaic_grouped, xla
 from pallas.moe.types import Experts, PackedExperts
 

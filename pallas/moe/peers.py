@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas import timing
-from pallas.benchmark import Measurement, measured_peer
+from pallas.benchmark import FLOPS, Measurement, measured_peer
 from pallas.moe import gate as gates
 from pallas.moe.shapes import CHOSEN, INNER, LATENT
 
@@ -45,7 +45,7 @@ def grouped_lines() -> Iterator[Measurement]:
     sizes = jnp.full(EXPERTS, ROWS, jnp.int32)
     mine = x, ids, weights / CHOSEN, packed
     measured = timing.median_call_us(lambda carry: ours(carry, *mine[1:]), x, 1, repeats=5, enqueued=3)
-    floor = 2.0 * rows * 3 * LATENT * INNER / 790e12 * 1e6
+    floor = 2.0 * rows * 3 * LATENT * INNER / FLOPS * 1e6
 
     def theirs() -> float:
         return timing.median_call_us(lambda carry: library(carry, *wide[1:], sizes), wide[0], 1, repeats=3, enqueued=2)

@@ -2,26 +2,24 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from serving.client import channel, requests
+from serving.client import requests
+from serving.client.channel import Answer, Connection
 from serving.client.errors import ServiceError
 from serving.client.requests import Prompt
-from serving.client.results import Delta, Folding, Result
-from serving.protocol import messages, services
+from serving.client.results import Delta, Result
+from serving.protocol import messages
 
 
-class AsyncStream:
+class AsyncStream(Answer):
     """An answer on its way: an asynchronous iterator of `Delta`. Its results are there at the end."""
 
     def __init__(self, client: "AsyncClient", request: Any, timeout: int | float | None) -> None:
-        self._client, self._request, self._timeout = client, request, timeout
-        self._folding = Folding()
-        self._call: Any = client._open(request, timeout)
+        super().__init__(client, request, timeout)
         self._iterator = self._read()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
@@ -35,17 +33,8 @@ class AsyncStream:
                         yield delta
                 return
             except grpc.RpcError as error:
-                failure = ServiceError.of(error)
-                # What has begun must not be said twice.
-                if self._folding.seen or attempt == self._client.retries or not failure.may_retry:
-                    raise failure from error
-                await asyncio.sleep(failure.retry_after or 0.1 * 2**attempt)
-                self._call = self._client._open(self._request, self._timeout)
-
-    @property
-    def request_id(self) -> str:
-        """The request's id, once the answer has begun."""
-        return self._folding.request_id
+                await asyncio.sleep(self._pause(error, attempt))
+                self._ask()
 
     async def results(self) -> list[Result]:
         """All answers; runs what is left of the stream."""
@@ -57,36 +46,11 @@ class AsyncStream:
         """The first answer; runs what is left of the stream."""
         return (await self.results())[0]
 
-    def cancel(self) -> None:
-        """Hangs up."""
-        self._call.cancel()
 
-
-class AsyncClient:
+class AsyncClient(Connection):
     """A connection to a service; an asynchronous context manager. Options as for `Client`."""
 
-    def __init__(
-        self,
-        target: str = "127.0.0.1:50051",
-        *,
-        token: str | None = None,
-        ca: Path | str | None = None,
-        certificate: Path | str | None = None,
-        key: Path | str | None = None,
-        timeout: int | float | None = None,
-        retries: int = 2,
-    ) -> None:
-        """`timeout` is the default deadline in seconds; `retries` are made only while nothing has come back."""
-        secure = channel.credentials(ca, certificate, key)
-        self._channel = (
-            grpc.aio.insecure_channel(target, channel.ARGUMENTS)
-            if secure is None
-            else grpc.aio.secure_channel(target, secure, channel.ARGUMENTS)
-        )
-        self._stub = services.GenerateStub(self._channel)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
-        self._metadata = channel.metadata(token)
-        self.timeout, self.retries = timeout, retries
+    _library = grpc.aio
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -97,9 +61,6 @@ class AsyncClient:
     async def close(self) -> None:
         """Closes the connection."""
         await self._channel.close()
-
-    def _open(self, request: Any, timeout: int | float | None) -> Any:
-        return self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
 
     def generate(self, prompt: Prompt, *, timeout: int | float | None = None, **options: Any) -> AsyncStream:
         """Continues a text or token ids."""

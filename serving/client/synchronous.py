@@ -2,26 +2,24 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from serving.client import channel, requests
+from serving.client import requests
+from serving.client.channel import Answer, Connection
 from serving.client.errors import ServiceError
 from serving.client.requests import Prompt
-from serving.client.results import Delta, Folding, Result
-from serving.protocol import messages, services
+from serving.client.results import Delta, Result
+from serving.protocol import messages
 
 
-class Stream:
+class Stream(Answer):
     """An answer on its way: an iterator of `Delta`. Its `results` are there at the end."""
 
     def __init__(self, client: "Client", request: Any, timeout: int | float | None) -> None:
-        self._client, self._request, self._timeout = client, request, timeout
-        self._folding = Folding()
-        self._call: Any = client._open(request, timeout)
+        super().__init__(client, request, timeout)
         self._iterator = self._read()
 
     def __iter__(self) -> Iterator[Delta]:
@@ -37,22 +35,8 @@ class Stream:
                     yield from self._folding.add(message)
                 return
             except grpc.RpcError as error:
-                failure = ServiceError.of(error)
-                # What has begun must not be said twice.
-                if self._folding.seen or attempt == self._client.retries or not failure.may_retry:
-                    raise failure from error
-                time.sleep(failure.retry_after or 0.1 * 2**attempt)
-                self._call = self._client._open(self._request, self._timeout)
-
-    @property
-    def request_id(self) -> str:
-        """The request's id, once the answer has begun."""
-        return self._folding.request_id
-
-    @property
-    def prompt_logprobs(self) -> Any:
-        """Log-probabilities of the prompt, if asked for, once the answer has begun."""
-        return self._folding.prompt_logprobs
+                time.sleep(self._pause(error, attempt))
+                self._ask()
 
     @property
     def results(self) -> list[Result]:
@@ -66,12 +50,8 @@ class Stream:
         """The first answer; runs what is left of the stream."""
         return self.results[0]
 
-    def cancel(self) -> None:
-        """Hangs up."""
-        self._call.cancel()
 
-
-class Client:
+class Client(Connection):
     """A connection to a service; a context manager.
 
     Options of `generate` and `chat` are the fields of `k3jax.v1`: max_tokens, temperature, top_p, top_k, min_p, the
@@ -80,28 +60,7 @@ class Client:
     `timeout` is the deadline in seconds. Calls raise `ServiceError`.
     """
 
-    def __init__(
-        self,
-        target: str = "127.0.0.1:50051",
-        *,
-        token: str | None = None,
-        ca: Path | str | None = None,
-        certificate: Path | str | None = None,
-        key: Path | str | None = None,
-        timeout: int | float | None = None,
-        retries: int = 2,
-    ) -> None:
-        """`timeout` is the default deadline in seconds; `retries` are made only while nothing has come back."""
-        secure = channel.credentials(ca, certificate, key)
-        self._channel = (
-            grpc.insecure_channel(target, channel.ARGUMENTS)
-            if secure is None
-            else grpc.secure_channel(target, secure, channel.ARGUMENTS)
-        )
-        self._stub = services.GenerateStub(self._channel)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
-        self._metadata = channel.metadata(token)
-        self.timeout, self.retries = timeout, retries
+    _library = grpc
 
     def __enter__(self) -> "Client":
         return self
@@ -112,9 +71,6 @@ class Client:
     def close(self) -> None:
         """Closes the connection."""
         self._channel.close()
-
-    def _open(self, request: Any, timeout: int | float | None) -> Any:
-        return self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
 
     def generate(self, prompt: Prompt, *, timeout: int | float | None = None, **options: Any) -> Stream:
         """Continues a text or token ids."""

@@ -11,7 +11,7 @@ from serving.constraints.vocabulary import Vocabulary
 
 
 class GrammarConstraint:
-    """Implements the engine's `Constraint`. Not for several threads at a time.
+    """Implements the engine's `DraftedConstraint`. Not for several threads at a time.
 
     While the model thinks, everything but control tokens is allowed, and of these only the one that closes the channel;
     the grammar sees what follows it.
@@ -79,6 +79,16 @@ class GrammarConstraint:
             row[:] = self.mask()
         self.rollback(taken)
         return masks
+
+    def forced_tokens(self, limit: int) -> list[int]:
+        """What comes next where the grammar leaves no choice of text, at most `limit` tokens.
+
+        Other spellings of that text may be allowed too; as a draft it is as good as any.
+        """
+        if self._thinking or self._ended:
+            return []
+        tokens = self._matcher.compute_ff_tokens()[:limit]
+        return tokens[: self._matcher.validate_tokens(tokens)]
 
     def advance(self, tokens: Sequence[int]) -> int:
         """The sequence has said `tokens`; returns how many there were.

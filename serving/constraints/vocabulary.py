@@ -102,7 +102,7 @@ _VOCABULARIES: "weakref.WeakKeyDictionary[Tokenizer, Vocabulary]" = weakref.Weak
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """The tokenizer's vocabulary; built once (0.4 s for the released one)."""
+    """The tokenizer's vocabulary; built once."""
     found = _VOCABULARIES.get(tokenizer)
     if found is None:
         # Two threads may both build it; the first one in stays.

@@ -44,7 +44,7 @@ class Door(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """The handler of a method; None leaves it to others."""
         method = handler_call_details.method
-        if method in self._handlers or self._handlers:
+        if self._handlers:
             return self._handlers.get(method)
         return self._closed if method.split("/")[1] in (NATIVE, WORKER) else None
 

@@ -16,7 +16,7 @@ from grpc import StatusCode
 from k3jax import program
 from serving.client.errors import ServiceError
 from serving.protocol import messages, services
-from serving.service.own_server import own_server
+from serving.service.own_server import server_at
 
 REFUSALS = (StatusCode.INVALID_ARGUMENT, StatusCode.UNIMPLEMENTED, StatusCode.RESOURCE_EXHAUSTED)
 """What a bad request may be answered with."""
@@ -143,20 +143,12 @@ def run(channel: grpc.Channel, requests: int, seed: int) -> tuple[collections.Co
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; the exit code."""
     flags = program.parse(Flags, "serving.service.fuzz", arguments)
-    return program.run(lambda: start(flags))
+    return program.run(lambda: fuzz(flags))
 
 
-def start(flags: Flags) -> int:
-    """Against the target, or a server of its own."""
-    if flags.target is not None:
-        return fuzz(flags, flags.target)
-    with own_server() as server:
-        return fuzz(flags, server.target)
-
-
-def fuzz(flags: Flags, target: str) -> int:
+def fuzz(flags: Flags) -> int:
     """Sends, counts and prints."""
-    with grpc.insecure_channel(target) as channel:
+    with server_at(flags.target) as server, grpc.insecure_channel(server.target) as channel:
         counts, wrong = run(channel, flags.requests, flags.seed)
     for line in wrong[:20]:
         print(line, file=sys.stderr)

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import uuid
-from collections.abc import Mapping
 from typing import Any
 
 from k3jax import chat, parse
@@ -12,7 +11,7 @@ from k3jax.chat.options import EFFORTS
 from serving.service.model_card import ModelCard
 from serving.service.options import Limits
 from serving.service.refusals import invalid, unsupported
-from serving.service.wish import Wish
+from serving.service.wish import Wish, structured
 from serving.service.worker_request import encode
 
 SETTINGS = (
@@ -103,16 +102,12 @@ def _forced_call(request: Any) -> tuple[str, Any] | None:
         raise invalid("conversation.tool_choice", f"is {choice!r}, but there are no tools")
     if choice != "required" and choice not in names:
         raise invalid("conversation.tool_choice", f"is {choice!r}, expected auto, none, required or a tool's name")
-    try:
-        from serving import constraints  # an extra
-    except ImportError as error:
-        text = f"needs the extra 'structured' ({error}); install k3jax[structured]"
-        raise unsupported("conversation.tool_choice", text) from error
+    constraints = structured("conversation.tool_choice")
     try:
         value = constraints.tool_calls([_tool(tool, index) for index, tool in enumerate(conversation.tools)], choice)
     except ValueError as error:
         raise invalid("conversation.tool_choice", str(error)) from error
-    return "structural_tag", json.dumps(value) if isinstance(value, Mapping) else value
+    return "structural_tag", json.dumps(value)
 
 
 async def read_prompt(request: Any, card: ModelCard, limits: Limits) -> Prompt:

@@ -17,7 +17,7 @@ import numpy as np
 import serving
 from k3jax import program
 from serving.client.results import Delta
-from serving.service.own_server import own_server
+from serving.service.own_server import Server, server_at
 
 WARM_UP = 0.2
 """Part of the time whose growth does not count: pools fill, buffers find their size."""
@@ -42,7 +42,8 @@ class Flags:
     minutes: float = 10.0
     clients: int = 8
     seed: int = 0
-    mib_per_thousand: float = 1.0
+    mib_per_thousand: float | None = 1.0
+    """None: memory is shown but not judged; seconds say nothing of it."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -111,30 +112,28 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def start(flags: Flags) -> int:
-    """Against the target, or a server of its own."""
-    if flags.target is not None:
-        return soak(flags, flags.target)
-    with own_server() as server:
-        return soak(dataclasses.replace(flags, pid=server.pid), server.target)
+    """Loads, watches and judges the target, or a server of its own."""
+    with server_at(flags.target, flags.pid) as server:
+        return soak(flags, server)
 
 
-def soak(flags: Flags, target: str) -> int:
-    """Loads, watches and judges."""
-    with serving.Client(target) as client:
-        load = Load(target, client.model().vocab_size)
+def soak(flags: Flags, server: Server) -> int:
+    """Loads, watches and judges a server."""
+    with serving.Client(server.target) as client:
+        load = Load(server.target, client.model().vocab_size)
         threads = [threading.Thread(target=load.run, args=(flags.seed + n,)) for n in range(flags.clients)]
         for thread in threads:
             thread.start()
-        requests, memory, files = watch(flags, load)
+        requests, memory, files = watch(flags.minutes, server.pid, load)
         load.stop.set()
         for thread in threads:
             thread.join()
         problems = list(leftovers(client, time.monotonic() + 10))
-    slope = growth(requests, memory)
     print(f"{load.requests} requests in {flags.minutes} min, endings {load.endings}")
-    if flags.pid is not None:
+    if server.pid is not None:
+        slope = growth(requests, memory)
         print(f"memory {slope:+.3f} MiB per 1,000 requests, open files {files[0]} to {files[-1]}")
-        if slope > flags.mib_per_thousand:
+        if flags.mib_per_thousand is not None and slope > flags.mib_per_thousand:
             problems.append(f"memory grows by {slope:.2f} MiB per 1,000 requests, at most {flags.mib_per_thousand}")
         if files[-1] > files[int(WARM_UP * len(files))] + 2:
             problems.append(f"open files grow from {files[int(WARM_UP * len(files))]} to {files[-1]}")
@@ -143,19 +142,19 @@ def soak(flags: Flags, target: str) -> int:
     return 1 if problems else 0
 
 
-def watch(flags: Flags, load: Load) -> tuple[list[int], list[float], list[int]]:
+def watch(minutes: float, pid: int | None, load: Load) -> tuple[list[int], list[float], list[int]]:
     """Requests, memory and open files, a hundred times over the whole time."""
-    end = time.monotonic() + 60 * flags.minutes
-    requests, memory, files = [], [], [0]
+    end = time.monotonic() + 60 * minutes
+    requests, memory, files = [], [], []
     while time.monotonic() < end:
-        time.sleep(0.6 * flags.minutes)
+        time.sleep(0.6 * minutes)
         requests.append(load.requests)
-        if flags.pid is not None:
-            memory.append(resident_mib(flags.pid))
-            files.append(open_files(flags.pid))
+        if pid is not None:
+            memory.append(resident_mib(pid))
+            files.append(open_files(pid))
         if sys.stderr.isatty():
             print(f"{load.requests} requests", end="\r", file=sys.stderr, flush=True)
-    return requests, memory or [0.0] * len(requests), files[1:] or files
+    return requests, memory, files
 
 
 def leftovers(client: Any, end: int | float) -> list[str]:

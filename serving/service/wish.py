@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import secrets
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 from k3jax.sampling import Sampling, SamplingError
@@ -170,11 +171,7 @@ async def _constraints(wish: Wish, card: ModelCard) -> list[Constraint | None]:
     place = wish.fields.get("constraint", "constraint")
     if card.tokenizer is None:
         raise unsupported(f"{place}.{kind}", "the checkpoint has no tokenizer")
-    try:
-        from serving import constraints  # an extra
-    except ImportError as error:
-        text = f"needs the extra 'structured' ({error}); install k3jax[structured]"
-        raise unsupported(f"{place}.{kind}", text) from error
+    constraints = structured(f"{place}.{kind}")
 
     def compiled() -> list[Constraint | None]:
         channel = None if wish.from_first_token else constraints.channel_of(card.tokenizer, wish.tokens)
@@ -185,3 +182,13 @@ async def _constraints(wish: Wish, card: ModelCard) -> list[Constraint | None]:
         return await asyncio.to_thread(compiled)
     except ValueError as error:
         raise invalid(f"{place}.{kind}", str(error)) from error
+
+
+def structured(field: str) -> ModuleType:
+    """`serving.constraints`, an extra. Raises a `Refusal` that names the field when it is not installed."""
+    try:
+        from serving import constraints
+    except ImportError as error:
+        text = f"needs the extra 'structured' ({error}); install k3jax[structured]"
+        raise unsupported(field, text) from error
+    return constraints

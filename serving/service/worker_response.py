@@ -22,7 +22,7 @@ class Choice:
 
     def chunk(self, output: Output) -> worker.GenerateStreamChunk:
         """The output as a piece of the stream."""
-        said = self._take(output)
+        said = self.take(output)
         chunk = worker.GenerateStreamChunk(
             token_ids=output.tokens,
             prompt_tokens=len(self.prompt),
@@ -36,11 +36,8 @@ class Choice:
             chunk.input_logprobs.CopyFrom(self.prompt_logprobs)
         return chunk
 
-    def take(self, output: Output) -> None:
-        """Keeps the output for the end."""
-        self._take(output)
-
-    def _take(self, output: Output) -> worker.OutputLogProbs | None:
+    def take(self, output: Output) -> worker.OutputLogProbs | None:
+        """Keeps the output for the end; gives its log-probabilities, if asked for."""
         self.tokens += output.tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = input_logprobs(self.prompt, output.prompt_logprobs)

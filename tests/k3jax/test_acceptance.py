@@ -12,6 +12,8 @@ from k3jax.speculation import acceptance
 
 VOCAB, DRAFTS = 3, 3
 BLOCKS = list(itertools.product(range(VOCAB), repeat=DRAFTS))
+ALL = jnp.full(1, DRAFTS, jnp.int32)
+"""The limit of a row whose drafts all take part."""
 
 
 def tables(seed):
@@ -148,7 +150,7 @@ def test_an_oracle_is_always_accepted(rule):
     p, _ = tables(3)
     q = {prefix: law for prefix, law in p.items() if len(prefix) < DRAFTS}
     full = arrays(p, q, [(int(np.argmax(p[()])),) * DRAFTS])
-    accepted = acceptance.accept(rule, *full, jnp.full((1, DRAFTS), 0.999, jnp.float32))
+    accepted = acceptance.accept(rule, *full, jnp.full((1, DRAFTS), 0.999, jnp.float32), ALL)
     assert accepted.count[0] == DRAFTS
     np.testing.assert_allclose(accepted.following[0], full[0][0, -1], rtol=1e-6)
 
@@ -161,7 +163,7 @@ def test_greedy_rows_are_one_hot(rule, drafts, count, token):
     q = jnp.eye(VOCAB, dtype=jnp.float32)[jnp.asarray([drafts])]
     for u in (0.0, 0.999):
         accepted = acceptance.accept(
-            rule, p, q, jnp.asarray([drafts], jnp.int32), jnp.full((1, DRAFTS), u, jnp.float32)
+            rule, p, q, jnp.asarray([drafts], jnp.int32), jnp.full((1, DRAFTS), u, jnp.float32), ALL
         )
         assert accepted.count[0] == count
         assert int(np.argmax(accepted.following[0])) == token

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 
 from k3jax import cache as caches
-from k3jax import params, sampling, step
+from k3jax import sampling, step
 from k3jax.cache import KdaCache, Rows
 from k3jax.config import K3Config
-from k3jax.dspark.config import DraftGqa, DSparkConfig, Rope
-from k3jax.dspark.model import DSpark
-from k3jax.dspark.tensors import draft_specs
 from k3jax.model import K3
 from k3jax.speculation import step as speculate
-from k3jax.speculation.drafters import DSparkDrafter, NgramDrafter, Proposal, Step
+from k3jax.speculation.drafters import NgramDrafter, Proposal, Step
+from k3jax.speculation.state import SpeculativeState
 from k3jax.speculation.widths import Widths
+from tests import small_draft
 
 PAGES, PAGE = 12, 16
 NO_STOP = -1
@@ -46,33 +45,8 @@ def target(config, random_tree):
 
 @pytest.fixture(scope="module")
 def draft(config):
-    """A random draft: nearly every token is rejected, which is the hard case for the state."""
-    settings = DSparkConfig(
-        vocab_size=config.vocab_size,
-        draft_vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        target_hidden_size=config.hidden_size,
-        intermediate_size=64,
-        num_layers=1,
-        attention=DraftGqa(num_heads=2, num_kv_heads=1, head_dim=16),
-        rope=Rope(theta=1e4, interleaved=False),
-        norm_eps=1e-5,
-        target_layer_ids=(0, 1),
-        mask_token_id=62,
-        block_size=3,
-        markov_rank=8,
-        markov_kind="vanilla",
-        confidence=True,
-        confidence_with_markov=True,
-    )
-    rng = np.random.default_rng(11)
-
-    def fill(spec: params.ParamSpec):
-        # A confidence head whose logits are spread, so that every width is chosen.
-        values = rng.standard_normal(spec.shape) * (3 if spec.shape[0] == 1 else 1) / np.sqrt(spec.shape[-1])
-        return jnp.asarray(1 + 0.1 * values if spec.init == "ones" else values, jnp.float32)
-
-    return DSparkDrafter.of(DSpark(settings, params.map_tree(fill, draft_specs(settings))))
+    """Confidence logits that are spread, so that every width is chosen."""
+    return small_draft.build(small_draft.settings(config, taps=(0, 1), mask=62, confidence=True), spread=3)
 
 
 def rows_of(batch):
@@ -100,7 +74,7 @@ def begin(config, target, draft, prompts, sampler, remaining):
 
 
 def speculative(state, pools):
-    return speculate.SpeculativeState(state.cache, pools, state.rows, state.token, state.remaining, state.history)
+    return SpeculativeState(state.cache, pools, state.rows, state.token, state.remaining, state.history)
 
 
 def run(config, target, draft, prompts, sampler, remaining, stop=NO_STOP, **options):

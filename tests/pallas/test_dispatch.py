@@ -1,8 +1,9 @@
 import inspect
 
+import jax
 import pytest
 
-from pallas.dispatch import WrongDevice, require_gpu, select
+from pallas.dispatch import WrongDevice, require_gpu, require_hopper, select
 
 
 def refuse(reason):
@@ -67,3 +68,13 @@ def test_all_refusals_are_reported():
 def test_require_gpu_on_a_cpu():
     with pytest.raises(NotImplementedError, match=r"kernel runs on GPUs, the default backend is 'cpu'"):
         require_gpu("kernel")
+
+
+def test_other_gpus_are_refused(monkeypatch):
+    class Blackwell:
+        compute_capability = "10.0"
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Blackwell()])
+    with pytest.raises(WrongDevice, match=r"needs compute capability 9\.x .* has 10\.0"):
+        require_hopper("kernel")

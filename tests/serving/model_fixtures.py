@@ -4,16 +4,11 @@ import dataclasses
 import itertools
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from k3jax import params
-from k3jax.dspark.config import DraftGqa, DSparkConfig, Rope
-from k3jax.dspark.model import DSpark
-from k3jax.dspark.tensors import draft_specs
 from k3jax.logit_rules import mask_words
 from k3jax.runtime import Model
-from k3jax.speculation.drafters import Draft, DSparkDrafter
+from k3jax.speculation.drafters import Draft
 from serving.core import Core
 from serving.costs import ModelCost
 from serving.plan import Shape
@@ -21,6 +16,7 @@ from serving.prefix_cache import CacheOptions, PrefixCache
 from serving.request import Request
 from serving.runner import JaxRunner, RunnerOptions, tokens_per_step
 from serving.scheduler import SchedulerOptions
+from tests import small_draft
 
 ROWS, PAGES, SLOTS, PAGE, UNIT = 4, 49, 14, 8, 4
 CHUNK, WIDE = Shape(2, 16), Shape(1, 40)
@@ -99,29 +95,5 @@ def serve(core, *items):
 
 
 def build_draft(config):
-    """A random draft of three tokens: nearly all are rejected, which is the hard case for states and lengths."""
-    settings = DSparkConfig(
-        vocab_size=config.vocab_size,
-        draft_vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        target_hidden_size=config.hidden_size,
-        intermediate_size=64,
-        num_layers=1,
-        attention=DraftGqa(num_heads=2, num_kv_heads=1, head_dim=16),
-        rope=Rope(theta=1e4, interleaved=False),
-        norm_eps=1e-5,
-        target_layer_ids=(0, 2),
-        mask_token_id=252,
-        block_size=3,
-        markov_rank=8,
-        markov_kind="vanilla",
-        confidence=False,
-        confidence_with_markov=False,
-    )
-    rng = np.random.default_rng(11)
-
-    def fill(spec):
-        values = rng.standard_normal(spec.shape) / np.sqrt(spec.shape[-1])
-        return jnp.asarray(1 + 0.1 * values if spec.init == "ones" else values, jnp.float32)
-
-    return Draft(*DSparkDrafter.of(DSpark(settings, params.map_tree(fill, draft_specs(settings)))))
+    """A draft of three tokens without a confidence head."""
+    return Draft(*small_draft.build(small_draft.settings(config, taps=(0, 2), mask=252, confidence=False)))

@@ -68,6 +68,8 @@ def test_damage_is_seen(exported):
     for size in (0, 10, len(data) // 2):
         with pytest.raises(ExchangeError, match="not an exported prefix"):
             ExportedPrefix.from_bytes(exported.to_bytes()[:size])
+    with pytest.raises(ExchangeError, match="not an exported prefix: 'model_id'"):
+        ExportedPrefix.from_bytes(exported.to_bytes().replace(b'"model_id"', b'"model"', 1))
     with pytest.raises(ExchangeError, match="format 'other'"):
         ExportedPrefix.from_bytes(exported.to_bytes().replace(b"k3jax prefix 1", b"other", 1))
 

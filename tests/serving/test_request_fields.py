@@ -1,13 +1,13 @@
 """What a request may ask for beside its tokens: on the plain engine, and on one that drafts several tokens a step."""
 
-import dataclasses
 import random
 
 import numpy as np
 import pytest
 
-from serving.request import RequestError, StopMatch, fan_out
+from serving.request import RequestError, StopMatch
 from serving.retention import Retention
+from tests.serving.cancellations import cancel_at_random
 from tests.serving.model_fixtures import build_core, prompt, request, serve
 
 
@@ -34,9 +34,6 @@ class Listed:
     def advance(self, tokens):
         self.said += tokens
         return len(tokens)
-
-    def rollback(self, tokens):
-        del self.said[-tokens:]
 
 
 class StopsAt:
@@ -242,20 +239,11 @@ def test_prompt_logprobs_of_a_preempted_request(model, runner):
 
 def test_n_answers_prefill_once(runner):
     core = build_core(runner, retention=Retention(decode_end=False))
-    one = request(prompt(11, 33), 5, temperature=1.0, seed=2**32 - 1)
-    served = serve(core, *fan_out(one, 3))
+    items = [request(prompt(11, 33), 5, temperature=1.0, seed=seed) for seed in (2**32 - 1, 0, 1)]
+    served = serve(core, *items)
     assert [final.cached_tokens for final in served.final] == [0, 32, 32]
     assert len({tuple(said) for said in served.said}) > 1
-    again = [serve(build_core(runner), item).said[0] for item in fan_out(dataclasses.replace(one, id="again"), 3)]
-    assert again == served.said
-
-
-def test_n_answers_need_their_own_constraints(model):
-    item = request([1], 4, fields={"constraint": Listed([{1}], model.config.vocab_size)})
-    with pytest.raises(RequestError, match="make each request with its own"):
-        fan_out(item, 2)
-    with pytest.raises(RequestError, match="n is 0"):
-        fan_out(item, 0)
+    assert [serve(build_core(runner), item).said[0] for item in items] == served.said
 
 
 def test_nothing_is_compiled_for_any_field(model, any_runner):
@@ -301,6 +289,17 @@ def test_pinned_prefixes_go_last(make_core):
     core.check_books()
 
 
+def test_sessions_without_pins_are_forgotten(make_core):
+    core = make_core(cache={"pages": 40, "slots": 9, "unit": 4})
+    for n in range(30):
+        core.submit(request([n] * 12, 2, fields={"session": str(n), "pin_seconds": 1.0}))
+        core.run()
+        core.clock.now += 2.0
+    assert list(core.cache._sessions) == ["29"]
+    assert core.release_session("3") == 0
+    assert core.release_session("29") > 0
+
+
 def test_loads(make_core):
     core = make_core()
     for n in range(5):
@@ -319,28 +318,21 @@ def test_loads(make_core):
 def test_1000_cancellations_on_a_device(model, any_runner, alone):
     """Mixed requests end at random moments; the books are as at the start, and the next request is unharmed."""
     rng = random.Random(3)
-    core, alive = build_core(any_runner), []
-    for number in range(1000):
-        fields = [
-            {},
-            {"logprobs": 2, "prompt_logprobs": 1},
-            {"logit_bias": {5: 3.0}, "min_tokens": 2, "stop_ids": (9,)},
-            {"constraint": Listed([set(range(n, 250, 3)) for n in range(8)], model.config.vocab_size)},
-            {"session": str(number % 3), "pin_seconds": 1e3, "stop_checker": StopsAt([number % 250])},
-        ][rng.randrange(5)]
-        item = request(prompt(rng.randrange(9), rng.randint(1, 40)), 8, fields=fields, temperature=float(number % 2))
-        core.submit(item)
-        alive.append(item.id)
-        for _ in range(rng.randrange(4)):
-            core.step()
-        if len(alive) > 5:
-            core.cancel(alive.pop(rng.randrange(len(alive))))
-        if number % 50 == 0:
-            core.check_books()
-    for id in alive:
-        core.cancel(id)
-    core.run()
-    core.check_books()
+    core = build_core(any_runner)
+
+    def items():
+        for number in range(1000):
+            fields = [
+                {},
+                {"logprobs": 2, "prompt_logprobs": 1},
+                {"logit_bias": {5: 3.0}, "min_tokens": 2, "stop_ids": (9,)},
+                {"constraint": Listed([set(range(n, 250, 3)) for n in range(8)], model.config.vocab_size)},
+                {"session": str(number % 3), "pin_seconds": 1e3, "stop_checker": StopsAt([number % 250])},
+            ][rng.randrange(5)]
+            tokens = prompt(rng.randrange(9), rng.randint(1, 40))
+            yield request(tokens, 8, fields=fields, temperature=float(number % 2))
+
+    cancel_at_random(core, items(), rng, steps=4)
     tokens = prompt(0, 20)
     assert serve(core, request(tokens, 8)).said == [alone(tokens, 8)]
     core.flush()

@@ -14,6 +14,7 @@ from serving.prefix_cache import CacheOptions, PrefixCache
 from serving.request import Request
 from serving.retention import Retention
 from serving.scheduler import SchedulerOptions
+from tests.serving.cancellations import cancel_at_random
 from tests.serving.fake_runner import FakeRunner, solo
 
 COST = ModelCost(flops_per_token=100.0, flops_per_pair=1.0, latent_bytes_per_token=1.0, state_bytes=50.0)
@@ -160,20 +161,11 @@ def run_cancellations(count, seed):
     """Requests end at random moments; the books are as at the start."""
     rng = random.Random(seed)
     core = new_core(40, 9, 4, 2, 4, 1, 1.0, "prompt,marconi,decode-end", 2)
-    alive = []
-    for number in range(count):
-        item = Request(id=str(number), tokens=[rng.randrange(3) for _ in range(rng.randint(1, 30))], max_tokens=8)
-        core.submit(item)
-        alive.append(item.id)
-        for _ in range(rng.randrange(5)):
-            core.step()
-        if len(alive) > 5:
-            core.cancel(alive.pop(rng.randrange(len(alive))))
-        if number % 50 == 0:
-            core.check_books()
-    for id in alive:
-        core.cancel(id)
-    core.run()
+    items = (
+        Request(id=str(number), tokens=[rng.randrange(3) for _ in range(rng.randint(1, 30))], max_tokens=8)
+        for number in range(count)
+    )
+    cancel_at_random(core, items, rng, steps=5)
     core.flush()
     core.check_books()
     assert (core.cache.pages.used, core.cache.slots.used, len(core.scheduler.waiting)) == (0, 0, 0)

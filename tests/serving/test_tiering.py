@@ -214,9 +214,10 @@ def test_the_longer_of_two_prefixes_wins(make_tiered, host, device, cached):
 
 
 def test_events_tell_the_tier(make_tiered):
-    core, _ = make_tiered()
+    (core, _), events = make_tiered(), []
+    core.cache.events.listen(events.append)
     serve(core, request("a", range(21)))
     fill(core)
-    stored = {(event.tier, event.end) for event in core.cache.events.since(0) if type(event).__name__ == "Stored"}
+    stored = {(event.tier, event.end) for event in events if type(event).__name__ == "Stored"}
     assert ("device", 20) in stored
     assert ("host", 20) in stored

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from k3jax.cache import Rows
-from k3jax.dspark.config import DraftGqa, DSparkConfig, Rope
 from k3jax.dspark.model import DSpark
 from k3jax.runtime import Model
 from k3jax.train import draft_losses, draft_run
+from tests import small_draft
 
 
 @pytest.fixture(scope="module")
@@ -31,24 +31,7 @@ def target(tiny_config, random_tree):
 
 @pytest.fixture(scope="module")
 def config(target):
-    return DSparkConfig(
-        vocab_size=64,
-        draft_vocab_size=64,
-        hidden_size=128,
-        target_hidden_size=128,
-        intermediate_size=64,
-        num_layers=1,
-        attention=DraftGqa(num_heads=2, num_kv_heads=1, head_dim=16),
-        rope=Rope(theta=1e4, interleaved=False),
-        norm_eps=1e-5,
-        target_layer_ids=(0, 1),
-        mask_token_id=62,
-        block_size=3,
-        markov_rank=8,
-        markov_kind="vanilla",
-        confidence=True,
-        confidence_with_markov=True,
-    )
+    return small_draft.settings(target.config, taps=(0, 1), mask=62, confidence=True)
 
 
 @pytest.fixture(scope="module")

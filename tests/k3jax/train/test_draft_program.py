@@ -11,6 +11,7 @@ from k3jax import api
 from k3jax.runtime import Model
 from k3jax.train import draft_acceptance, draft_program
 from k3jax.train.draft_data import Prepared
+from k3jax.train.report import Journal
 
 FILES = {"training": {"a.py": 90, "b.rst": 70, "c.py": 30}, "validation": {"d.py": 80, "e.md": 60}}
 """Tokens of each file; the ids of a file say where they lie."""
@@ -47,6 +48,16 @@ def test_texts_mix_python_prose_and_chat(prepared):
     with pytest.raises(ValueError, match="no training file of prose with 80 tokens"):
         prepared.windows(np.random.default_rng(0), 1, 80, split="training", kind="prose")
     assert prepared.mixed(np.random.default_rng(0), 4, 80).shape == (4, 80)  # Python stands in
+
+
+def test_a_run_that_goes_on_has_the_same_texts(prepared, tmp_path, monkeypatch):
+    model = object.__new__(Model)  # nothing reads it here
+    monkeypatch.setattr(draft_program, "write_texts", lambda _, prompts, plan: np.pad(prompts, ((0, 0), (0, 16))))
+    plan = draft_program.Plan(out=tmp_path, steps=1, texts=6, length=24, prompt=8, corpus=10)
+    with Journal(tmp_path / "log.jsonl") as journal:
+        first, again = (draft_program.gather_texts(model, prepared, plan, journal) for _ in range(2))
+    assert first.shape == (16, 24)
+    np.testing.assert_array_equal(again, first)
 
 
 @pytest.mark.slow

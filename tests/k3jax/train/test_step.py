@@ -9,7 +9,7 @@ from k3jax.config import K3Config
 from k3jax.train import specs, step
 from k3jax.train.forward import Batch, losses
 from k3jax.train.report import Journal
-from k3jax.train.run import Phase, Run, place, place_whole
+from k3jax.train.run import RETIMED, Phase, Progress, Run, place, place_whole
 
 FLOAT32 = {"dtype": jnp.float32, "remat": True}
 UNUSED = ("layers", "0", "attention_res")
@@ -138,6 +138,25 @@ def test_a_resumed_run_is_bit_identical(
         found = jax.device_get(second.train())
     assert np.abs(expected.masters["head"] - start.masters["head"]).max() > 1e-4
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_run_may_go_on_at_a_step_that_is_timed(
+    small_model: K3Config, batch: Batch, one_device: tuple, start: step.TrainState, tmp_path, monkeypatch
+) -> None:
+    first, last = RETIMED // 2, RETIMED // 2 + 2
+    with Journal(tmp_path / "log.jsonl") as journal:
+        run = _run(small_model, batch, one_device, start, tmp_path, journal)
+    run.phases = [Phase(name="pretrain", batches=lambda i: batch, peak=3e-3, steps=last, seconds=1e4)]
+    run.progress, run.log_every, run.save = Progress(step=first, total=last), RETIMED, lambda *_: None
+    taken = []
+
+    def advance(self: Run, phase: Phase, rate: float) -> None:
+        taken.append(self.progress.step)
+        self.progress.step += 1
+
+    monkeypatch.setattr(Run, "advance", advance)
+    run.train()
+    assert taken == [first, first + 1]
 
 
 def test_a_phase_needs_a_length() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from pallas import attn_res
 from pallas.attn_res import reference
+from tests.pallas.comparison import relative
 
 
 def definition(sources, prefix, norm, query, eps=1e-5):
@@ -23,12 +24,6 @@ def draw(sources, seed=0, shape=(3, 5, 48)):
     values = rng.standard_normal((sources + 1, *shape)).astype(np.float32) * np.float32(2)
     norm, query = rng.standard_normal((2, shape[-1])).astype(np.float32)
     return tuple(values[:-1]), values[-1], norm, query
-
-
-def relative(actual, expected):
-    actual = np.asarray(actual, np.float64)
-    assert np.isfinite(actual).all()
-    return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
 
 
 @pytest.mark.parametrize("sources", range(1, 9))

@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas import attn_res
 from pallas.attn_res import bench, mosaic, mosaic_read, mosaic_stream
 from pallas.attn_res.shapes import HIDDEN, MOST_SOURCES, PREFILL_TOKENS
+from tests.pallas.comparison import relative
 
 EPS, NORM_EPS = 1e-5, 2e-5
 INTERPRET = plgpu.InterpretGPUParams()
@@ -34,12 +35,6 @@ def draw(sources, tokens=3, width=WIDTH, dtype=jnp.bfloat16, seed=0):
     norm, out_norm = (jnp.asarray(1 + 0.1 * normal(width), dtype) for _ in range(2))
     query = jnp.asarray(normal(width) * 2 / np.sqrt(width), dtype)
     return tuple(vectors[:-2]), *vectors[-2:], norm, query, out_norm
-
-
-def relative(actual, expected):
-    actual = np.asarray(actual, np.float64)
-    assert np.isfinite(actual).all()
-    return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
 
 
 def in_blocks(*args):
@@ -150,7 +145,7 @@ def test_refusals_carry_their_reason(kernel, sources, width, dtype, reason):
         jax.eval_shape(lambda *args: kernel.read(*args, EPS, NORM_EPS), *args)
 
 
-def test_named_implementation_never_falls_back():
+def test_a_named_kernel_refuses_without_a_gpu():
     with pytest.raises(NotImplementedError, match="GPU"):
         attn_res.read(*draw(1), implementation="mosaic")
 

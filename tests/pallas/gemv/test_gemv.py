@@ -8,6 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas import gemv
 from pallas.gemv import mosaic
+from tests.pallas.comparison import relative
 
 INTERPRET = plgpu.InterpretGPUParams()
 
@@ -16,12 +17,6 @@ def draw(tokens, outputs, inputs, dtype=jnp.bfloat16):
     rng = np.random.default_rng(tokens)
     x, weights = rng.standard_normal((tokens, inputs)), rng.standard_normal((outputs, inputs))
     return jnp.asarray(x, dtype), jnp.asarray(weights, dtype)
-
-
-def relative(actual, expected):
-    actual = np.asarray(actual, np.float64)
-    assert np.isfinite(actual).all()
-    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
 def definition(x, weights):

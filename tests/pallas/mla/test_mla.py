@@ -6,6 +6,7 @@ import pytest
 
 from pallas import mla
 from pallas.mla import reference
+from tests.pallas.comparison import relative
 
 HEADS, OWN, SHARED, RANK, VALUE = 3, 16, 8, 40, 24
 SCALE = (OWN + SHARED) ** -0.5
@@ -48,12 +49,6 @@ def paged(latents, page=8, seed=3):
     for b, s in np.ndindex(batch, keys):
         pool[table[b, s // page], s % page] = latents[b, s]
     return jnp.asarray(pool), jnp.asarray(table)
-
-
-def relative(actual, expected):
-    actual = np.asarray(actual, np.float64)
-    assert np.isfinite(actual).all()
-    return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
 
 
 @pytest.mark.parametrize("function", [mla.prefill, reference.attend])

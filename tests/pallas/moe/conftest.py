@@ -54,12 +54,6 @@ def draw_tokens(tokens, k=3, seed=1, experts=EXPERTS, latent=LATENT):
     return x, ids, weights
 
 
-def relative(actual, expected):
-    actual = np.asarray(actual, np.float64)
-    assert np.isfinite(actual).all()
-    return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
-
-
 @pytest.fixture(scope="session", name="draw_experts")
 def _draw_experts():
     return draw_experts
@@ -73,11 +67,6 @@ def _draw_tokens():
 @pytest.fixture(scope="session", name="definition")
 def _definition():
     return definition
-
-
-@pytest.fixture(scope="session", name="relative")
-def _relative():
-    return relative
 
 
 @pytest.fixture(scope="session", name="decode")

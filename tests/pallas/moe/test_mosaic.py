@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas import moe
 from pallas.moe import mosaic_decode, mosaic_expand, mosaic_grouped
 from pallas.moe.mosaic_stream import Settings
+from tests.pallas.comparison import relative
 
 INTERPRET = plgpu.InterpretGPUParams()
 SCALARS = (4.0, 25.0, jnp.dtype("float32"), INTERPRET)
@@ -25,7 +26,7 @@ def case(draw_tokens, draw_experts):
 
 
 @pytest.fixture
-def check(definition, relative):
+def check(definition):
     def compare(actual, arrays, packed, rows):
         x, ids, weights = (np.asarray(array.astype(jnp.float32)) for array in arrays)
         weights = np.where(ids < 0, 0, weights)

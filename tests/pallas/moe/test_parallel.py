@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas import moe
 from pallas.moe import parallel
+from tests.pallas.comparison import relative
 
 OPTIONS = {"beta": 4.0, "linear_beta": 25.0}
 
@@ -24,7 +25,7 @@ def run_sharded(x, ids, weights, packed, rows):
 
 
 @pytest.mark.parametrize(("crowded", "rows"), [(False, None), (True, 1)], ids=["even", "one device, many rounds"])
-def test_equals_the_unsharded_layer(crowded, rows, draw_experts, draw_tokens, relative):
+def test_equals_the_unsharded_layer(crowded, rows, draw_experts, draw_tokens):
     packed = draw_experts(experts=16, latent=32, inner=32)
     x, ids, weights = map(jnp.asarray, draw_tokens(24, k=3, experts=4 if crowded else 16, latent=32))
     x = x.at[5].set(jnp.nan)

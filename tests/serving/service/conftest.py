@@ -27,15 +27,18 @@ ROWS = 4
 
 
 class PacedRunner(FakeRunner):
-    """Steps take time, and may stand still."""
+    """Steps take time, and may stand still: while `go_on` is not set, and at step `pause_at` until it is."""
 
     def __init__(self, page_size, bad=(), seconds=0.001):
         super().__init__(page_size, bad)
         self.seconds = seconds
         self.go_on = threading.Event()
         self.go_on.set()
+        self.pause_at = None
 
     def dispatch(self, plan):
+        if self.dispatched == self.pause_at:
+            self.go_on.clear()
         self.go_on.wait()
         time.sleep(self.seconds)
         return super().dispatch(plan)

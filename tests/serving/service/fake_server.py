@@ -1,6 +1,7 @@
 """`python -m serving` on the fake device: python -m tests.serving.service.fake_server [flags].
 
-A prompt of the one token 13 crashes the engine; of the one token 14 it stands still.
+A prompt of the one token 13 crashes the engine; of the one token 14 it stands still. One that ends with 15 makes all
+steps slow: its answers take 20 seconds.
 """
 
 import os
@@ -21,11 +22,15 @@ from tests.serving.service.conftest import make_card
 
 
 class TroubledRunner(FakeRunner):
+    pace = 0.003
+
     def dispatch(self, plan):
         prompts = [row.sequence.request.tokens for row in plan.prefill]
         if [13] in prompts:
             raise RuntimeError("the device is on fire")
-        time.sleep(1000 if [14] in prompts else 0.003)
+        if any(prompt[-1] == 15 for prompt in prompts):
+            self.pace = 0.05
+        time.sleep(1000 if [14] in prompts else self.pace)
         return super().dispatch(plan)
 
 

@@ -23,7 +23,7 @@ def stored(tokens, start=0, unit=2):
     """The event for a prefix of whole units after a reusable one of `start` tokens."""
     units = tuple(digest(*tokens[: end + unit]) for end in range(start, len(tokens), unit))
     parent = digest(*tokens[:start]) if start else None
-    return Stored(0, units[-1], parent, start, len(tokens), "device", units, tuple(tokens[start:]))
+    return Stored(units[-1], parent, start, len(tokens), "device", units, tuple(tokens[start:]))
 
 
 class Router:
@@ -79,7 +79,7 @@ def test_blocks_stay_while_a_reusable_prefix_needs_them():
         (branch, {(1, 2), (1, 2, 3, 4), long, (*long, 7, 8)}),
         ((*long, 7, 8), set()),
     ):
-        for change in tree.remove(Removed(0, digest(*gone), len(gone), "device", "memory")):
+        for change in tree.remove(Removed(digest(*gone), len(gone), "device", "memory")):
             router.apply(change)
         assert router.prefixes() == left
 
@@ -271,3 +271,11 @@ def test_the_async_client(with_text):
             return await client.abort("nobody")
 
     assert asyncio.run(talk()) == []
+
+
+def test_the_async_client_has_the_same_names():
+    def names(kind):
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    assert names(serving.AsyncClient) == names(serving.Client)
+    assert names(serving.client.AsyncStream) == names(serving.client.Stream)

@@ -197,3 +197,21 @@ def test_log_probabilities_of_the_prompt_come_first(ids_only):
     assert [entry.logprob for entry in others] == [-0.25, -0.25]
     chunk, *_, last = ids_only.worker.Generate(tokenized([5, 6, 7], max_tokens=3, prompt_logprobs=1))
     assert len(chunk.chunk.input_logprobs.token_logprobs) == len(last.complete.input_logprobs.token_logprobs) == 3
+
+
+@pytest.mark.parametrize("protocol", ["vllm-grpc", "k3jax.v1"])
+def test_the_load_program_counts_every_token(ids_only, protocol):
+    import asyncio
+
+    from serving.bench.target import connect
+    from serving.bench.workload import Prompt
+
+    async def ask():
+        target = connect(protocol, ids_only.address)
+        try:
+            about = await target.about()
+            return about, sum([size async for size in target.stream(Prompt([1, 2], ""), 9)])
+        finally:
+            await target.close()
+
+    assert asyncio.run(ask()) == (("fake", 50), 9)

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from smg_grpc_proto import vllm_engine_pb2 as worker
 
 import serving
-from serving.protocol import NATIVE, WORKER
+from serving.protocol import NATIVE, WORKER, services
 from serving.service.options import ServiceOptions, Tls
 from tests.serving.fake_runner import solo
 from tests.serving.service.conftest import make_card
@@ -67,11 +67,11 @@ def test_4_drain_finishes_all_streams_and_lets_nobody_in(start):
 
 
 def test_4_a_hurried_drain_gives_every_client_a_status(start):
-    running = start(seconds=0.05)  # nobody may be done before the engine stands still
+    running = start()
+    # However slow the machine is, nobody is done before the engine stands still; some wait for it, some have tokens.
+    running.runner.pause_at = 5
     calls = [running.worker.Generate(tokenized([n, 3], max_tokens=390, ignore_eos=True)) for n in range(6)]
-    next(calls[0])
-    running.runner.go_on.clear()
-    while running.service.jobs.accepted < 6:
+    while running.service.jobs.accepted < 6 or running.runner.dispatched < 5:
         time.sleep(0.001)
 
     async def drain():
@@ -108,10 +108,10 @@ def test_7_a_crash_gives_every_stream_internal_with_its_id(start):
 
 
 def test_6_a_wedged_engine_is_noticed(start):
-    running = start(seconds=0.001, stall_seconds=0.8)
+    running = start(stall_seconds=0.8)
+    running.runner.pause_at = 3
     call = running.worker.Generate(tokenized([1], max_tokens=390, request_id="stuck", ignore_eos=True))
     next(call)
-    running.runner.go_on.clear()
     waiting = running.worker.Generate(tokenized([2], request_id="late"))
     start_time = time.monotonic()
     while health(running) == "SERVING":
@@ -142,7 +142,7 @@ def test_5_a_client_that_pings_through_a_long_wait_is_kept(start):
     )
     with serving.Client(running.address, retries=0) as client:
         client._channel = grpc.insecure_channel(running.address, arguments)
-        client._stub = serving.client.synchronous.services.GenerateStub(client._channel)
+        client._stub = services.GenerateStub(client._channel)
         running.runner.go_on.clear()
         stream = client.generate([1, 2], max_tokens=3, ignore_eos=True)
         time.sleep(1.5)

@@ -73,7 +73,7 @@ def test_sigterm_lets_fifty_streams_end_and_exits_with_0(fakes):
 
 def test_a_second_sigterm_gives_statuses_and_exits_with_1(fakes):
     server = fakes["hurried"]
-    streams = [server.client.generate([n, 2], max_tokens=390, ignore_eos=True) for n in range(10)]
+    streams = [server.client.generate([n, 15], max_tokens=390, ignore_eos=True) for n in range(10)]
     next(streams[0])
     server.signal()
     time.sleep(0.1)

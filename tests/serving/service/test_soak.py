@@ -1,5 +1,6 @@
 """Checklist 11: nothing grows."""
 
+import itertools
 import os
 
 import pytest
@@ -7,14 +8,28 @@ import pytest
 from serving.service import soak
 
 
-@pytest.mark.parametrize("minutes", [0.025, pytest.param(10.0, marks=pytest.mark.slow)])
-def test_nothing_grows(start, capsys, minutes):
+@pytest.mark.parametrize(
+    ("minutes", "memory"), [("0.025", "None"), pytest.param("10", "1", marks=pytest.mark.slow)], ids=["seconds", "10"]
+)
+def test_nothing_grows(start, capsys, minutes, memory):
+    """Open files, compilations, pages and slots; memory only over minutes. The clients live in the same process."""
     running = start(seconds=0.0, queue_limit=200)
-    # The clients live in the same process, so the small edition measures both.
-    code = soak.main(["--target", running.address, "--pid", str(os.getpid()), "--minutes", str(minutes)])
-    out, err = capsys.readouterr()
-    assert code == 0 or (minutes < 1 and "memory grows" in err and err.count("\n") == 1), (out, err)
+    flags = ["--target", running.address, "--pid", str(os.getpid()), "--minutes", minutes]
+    assert soak.main([*flags, "--mib-per-thousand", memory]) == 0, capsys.readouterr()
     running.books_balance()
+
+
+def test_what_grows_is_named(start, capsys, monkeypatch):
+    running = start(seconds=0.0, queue_limit=200)
+    memory, files = itertools.count(), itertools.count()
+    monkeypatch.setattr(soak, "resident_mib", lambda pid: 100.0 * next(memory))
+    monkeypatch.setattr(soak, "open_files", lambda pid: next(files))
+    flags = ["--target", running.address, "--pid", str(os.getpid()), "--minutes", "0.005"]
+    assert soak.main(flags) == 1
+    err = capsys.readouterr().err
+    assert "memory grows by" in err
+    assert "open files grow from" in err
+    assert err.count("\n") == 2
 
 
 def test_growth_is_the_slope_after_the_warm_up():

@@ -1,0 +1,43 @@
+"""A small random DSpark draft for a small K3: nearly all of its tokens are rejected, the hard case for the state."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax import params
+from k3jax.dspark.config import DraftGqa, DSparkConfig, Rope
+from k3jax.dspark.model import DSpark
+from k3jax.dspark.tensors import draft_specs
+from k3jax.speculation.drafters import DSparkDrafter
+
+
+def settings(config, *, taps, mask, confidence):
+    """One layer that drafts three tokens."""
+    return DSparkConfig(
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.hidden_size,
+        intermediate_size=64,
+        num_layers=1,
+        attention=DraftGqa(num_heads=2, num_kv_heads=1, head_dim=16),
+        rope=Rope(theta=1e4, interleaved=False),
+        norm_eps=1e-5,
+        target_layer_ids=taps,
+        mask_token_id=mask,
+        block_size=3,
+        markov_rank=8,
+        markov_kind="vanilla",
+        confidence=confidence,
+        confidence_with_markov=confidence,
+    )
+
+
+def build(config, *, spread=1):
+    """Drafter and weights. `spread` scales what has one output, like the confidence head, so that its logits differ."""
+    rng = np.random.default_rng(11)
+
+    def fill(spec):
+        values = rng.standard_normal(spec.shape) * (spread if spec.shape[0] == 1 else 1) / np.sqrt(spec.shape[-1])
+        return jnp.asarray(1 + 0.1 * values if spec.init == "ones" else values, jnp.float32)
+
+    return DSparkDrafter.of(DSpark(config, params.map_tree(fill, draft_specs(config))))
