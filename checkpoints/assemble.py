@@ -6,7 +6,7 @@ fused parameter never needs its parts and itself in device memory at once.
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -17,8 +17,8 @@ from checkpoints.errors import CheckpointError
 from checkpoints.source import OpenTensors
 from k3jax.params import HfPiece, ParamSpec
 
-NAN_SCALE = 255
-"""The E8M0 code of NaN; no weight may have it."""
+LARGEST_SCALE = 252
+"""Largest E8M0 byte with which every code is finite: 6 * 2^(252 - 127); 255 means NaN."""
 
 READERS = 8
 """Threads that copy from the files; they wait for storage most of the time."""
@@ -61,8 +61,8 @@ def place(
 ) -> jax.Array:
     """The parameter `spec` as an array in `sharding` (default: uncommitted, on the default device).
 
-    Model-dtype values are cast to `dtype` exactly as they are copied. Raises `CheckpointError` on a scale
-    that is NaN.
+    Model-dtype values are cast to `dtype` exactly as they are copied. Raises `CheckpointError` on scales with which
+    a weight would not be finite.
     """
     if sharding is None:
         whole = tuple((0, size) for size in spec.shape)
@@ -89,8 +89,9 @@ def read_box(spec: ParamSpec, box: Box, tensors: OpenTensors, dtype: np.dtype[An
     # Large copies release the GIL, and several threads keep several reads of a cold file going.
     for _ in executor.map(copy, range(min(READERS, len(jobs)))):
         pass
-    if spec.init == "scale" and (data == NAN_SCALE).any():
-        raise CheckpointError("E8M0 scales of 255 (NaN) are refused", _nan_scales(spec.pieces, tensors))
+    if spec.init == "scale" and data.size and data.max() > LARGEST_SCALE:
+        found = ((piece.name, tensors.view(piece.name)) for piece in spec.pieces)
+        raise CheckpointError("scales with which weights are not finite are refused", scale_problems(found))
     return data
 
 
@@ -124,9 +125,14 @@ def _box(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
     return tuple((start, stop) for start, stop, _ in bounds)
 
 
-def _nan_scales(pieces: Sequence[HfPiece], tensors: OpenTensors) -> list[str]:
-    names = [piece.name for piece in pieces if (tensors.view(piece.name) == NAN_SCALE).any()]
-    return [f"{name}: has scale byte {NAN_SCALE}, expected 0..{NAN_SCALE - 1}" for name in names]
+def scale_problems(scales: Iterable[tuple[str, Any]]) -> list[str]:
+    """One line for each named array of E8M0 scales that holds one above `LARGEST_SCALE`."""
+    return [
+        f"{name}: has scale byte {largest} ({'NaN' if largest == 255 else 'some codes overflow'}), expected at most "
+        f"{LARGEST_SCALE}; the file is damaged or its quantisation is: fetch it again, or quantise it again"
+        for name, array in scales
+        if (largest := int(array.max())) > LARGEST_SCALE
+    ]
 
 
 def padding_problems(specs: Sequence[ParamSpec], tensors: OpenTensors) -> list[str]:

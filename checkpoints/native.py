@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints import orbax_adapter
+from checkpoints.assemble import scale_problems
 from checkpoints.errors import CheckpointError
 from checkpoints.source import CONFIG, NATIVE_MANIFEST
 from checkpoints.streaming import (
@@ -67,6 +68,7 @@ def restore(
     `dtype` is the model's: None keeps the saved one; float32 casts bfloat16 exactly, the opposite is refused.
     `config`, if given, must be the stored one.
     Names, shapes and dtypes of all groups are compared before data is read, because orbax would cast silently.
+    Scales with which a weight is not finite are refused.
     """
     root = Path(path)
     stored, saved = read_manifest(root)
@@ -85,7 +87,11 @@ def stream(root: Path, shardings: Shardings | None = None, *, dtype: Any = None)
     placement = targets(dict(params.flatten(params.model_specs(config))), shardings)
     check_stored(root, config, saved)
     for group, specs in groups(config).items():
-        yield from params.flatten(_read_group(root / PARAMETERS / group, specs, placement, wanted))
+        tree = dict(params.flatten(_read_group(root / PARAMETERS / group, specs, placement, wanted)))
+        scales = [keys for keys, spec in params.flatten(specs) if spec.init == "scale"]
+        if problems := scale_problems((dotted(keys), tree[keys]) for keys in scales):
+            raise CheckpointError(f"{root / PARAMETERS / group} cannot be used", problems)
+        yield from tree.items()
 
 
 def groups(config: K3Config) -> dict[str, params.Tree]:
@@ -135,7 +141,7 @@ def write_groups(
         if not orbax_adapter.is_complete(target):
             try:
                 orbax_adapter.write(target, produce(specs))
-            except OSError as error:
+            except (OSError, orbax_adapter.StoredError) as error:
                 raise CheckpointError(f"{target}: cannot be written ({error})") from error
         done += sizes[name]
         if progress is not None:

@@ -19,7 +19,7 @@ Tree = dict[str, Any]
 
 
 class StoredError(ValueError):
-    """Stored data that orbax cannot read."""
+    """Data that orbax cannot read or write."""
 
 
 def is_complete(path: Path) -> bool:
@@ -28,9 +28,9 @@ def is_complete(path: Path) -> bool:
 
 
 def write(path: Path, tree: Mapping[str, Any]) -> None:
-    """Writes a nested dict of arrays; `path` appears only once everything is on disk."""
+    """Writes a nested dict of arrays; `path` appears only once everything is on disk. Raises `StoredError`."""
     with _context():
-        ocp.save(str(path), dict(tree))
+        _guarded(lambda: ocp.save(str(path), dict(tree)))
 
 
 def describe(path: Path) -> dict[tuple[str, ...], tuple[tuple[int, ...], jnp.dtype]]:

@@ -48,7 +48,7 @@ def stream(
 ) -> Iterator[tuple[Keys, jax.Array]]:
     """Yields the parameters of `specs` one by one, so that a consumer may drop them again.
 
-    Raises `CheckpointError` for padding that is not zero and scales that are NaN.
+    Raises `CheckpointError` for padding that is not zero and scales with which a weight is not finite.
     """
     activations = model_dtype(dtype)
     flat = dict(params.flatten(specs))

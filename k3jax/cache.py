@@ -112,12 +112,6 @@ class KdaSpeculative:
     pending: tuple[kda.Records, Leaf] | None = None
     """Records of `kda.verify` and the raw projections of the tokens; None before the step."""
 
-    def commit(self, rows: Rows, accepted: Int32[Array, " B"], implementation: Implementation) -> KdaCache:
-        """The pools after the first `accepted` tokens of each row. Donates the pools."""
-        assert self.pending is not None
-        pools = (self.state, self.window, rows.active_slot, accepted)
-        return KdaCache(*kda.commit(*self.pending, *pools, implementation=implementation))
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,11 +152,18 @@ class K3Cache:
 
         Latent rows need nothing: those behind a row's length are overwritten before they are seen.
         """
-
-        def settle(entry: LayerCache) -> LayerCache:
-            return entry.commit(rows, accepted, implementation) if isinstance(entry, KdaSpeculative) else entry
-
-        return K3Cache(tuple(map(settle, self.layers)))
+        waiting = [entry for entry in self.layers if isinstance(entry, KdaSpeculative)]
+        if not waiting:
+            return self
+        records, qkvz = zip(*(entry.pending for entry in waiting if entry.pending is not None), strict=True)
+        pools = [kda.Pools(entry.state, entry.window) for entry in waiting]
+        # All layers in one op: a launch each would cost more than what they move.
+        committed = iter(
+            kda.commit_layers(records, qkvz, pools, rows.active_slot, accepted, implementation=implementation)
+        )
+        return K3Cache(
+            tuple(KdaCache(*next(committed)) if isinstance(entry, KdaSpeculative) else entry for entry in self.layers)
+        )
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@
     weights       every parameter, divided as the mesh preset says
     slot          state and convolution window of all KDA layers: one per running request and per kept state
     page          latents of all MLA layers for `page_size` tokens, and a draft's rows of the same tokens
-    row           what sampling keeps per running request: tokens seen, biases and a mask over the vocabulary
+    row           what sampling keeps per running request: tokens seen, biases and masks over the vocabulary
 
 A decode step reads the weights that its tokens need, and each request's state (and writes it back) and latents:
 
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from k3jax import sharding
 from k3jax.cache import create
@@ -127,13 +127,17 @@ def footprint(
 ) -> Footprint:
     """Bytes per device of `config` in `dtype`; None is one device. A draft lies whole on every device."""
     layout = layout or abstract_layout("single")
-    weights = {path: _parameter(spec, layout, dtype) for path, spec in flatten(model_specs(config))}
+    specs = model_specs(config)
+    places = dict(flatten(layout.parameters(specs)))
+    weights = {path: _parameter(spec, places[path], dtype) for path, spec in flatten(specs)}
     settings = {"page_size": page_size, "dtype": dtype}
     least = _cache(config, layout, 2, 2, **settings)
     one_more_slot, one_more_page = _cache(config, layout, 3, 2, **settings), _cache(config, layout, 2, 3, **settings)
     item = jnp.dtype(dtype).itemsize
     row_width = 0 if draft is None else draft.num_layers * draft.attention.row_width
     own = 0 if draft is None else tree_bytes(draft_specs(draft), dtype)
+    # A mask for the next token, and with a draft one for each place of a block.
+    masks = 1 if draft is None else draft.block_size + 2
     return Footprint(
         devices=math.prod(layout.mesh.shape.values()),
         weights=sum(weights.values()) + own,
@@ -143,7 +147,7 @@ def footprint(
         slot=one_more_slot - least,
         page=one_more_page - least + page_size * row_width * item,
         page_size=page_size,
-        row=5 * config.vocab_size + 4 * mask_words(config.vocab_size) + 8 * ROW_BIASES,
+        row=5 * config.vocab_size + 4 * masks * mask_words(config.vocab_size) + 8 * ROW_BIASES,
     )
 
 
@@ -152,8 +156,8 @@ def tree_bytes(specs: Tree, dtype: Any) -> int:
     return sum(math.prod(spec.shape) * spec.array_dtype(dtype).itemsize for _, spec in flatten(specs))
 
 
-def _parameter(spec: ParamSpec, layout: sharding.Layout, dtype: Any) -> int:
-    local = layout.sharding(spec.axes, spec.shape).shard_shape(spec.shape)
+def _parameter(spec: ParamSpec, place: NamedSharding, dtype: Any) -> int:
+    local = place.shard_shape(spec.shape)
     return math.prod(local) * spec.array_dtype(dtype).itemsize
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from k3jax.cache import Leaf
+from k3jax.conditional import run_if
 
 WORD = 32
 """Tokens per word of a mask."""
@@ -66,7 +67,7 @@ class LogitRules:
         """The logits of the token at `position`; `stop_ids` are filled with -1."""
         early = position < self.min_length
         ruled = jnp.any(running & (early | self.biased | self.constrained))
-        return jax.lax.cond(ruled, self._apply, lambda logits, *_: logits, logits, early, stop_ids)
+        return run_if(ruled, self._apply, lambda logits, *_: logits, logits, early, stop_ids)
 
     def _apply(
         self, logits: Float32[Array, "B V"], early: Bool[Array, " B"], stop_ids: Int32[Array, "B S"]

@@ -9,21 +9,43 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from k3jax.conditional import run_if
+
 BLOCK = 64
 """Prompt positions whose logits exist at a time."""
+CHUNK = 256
+"""Tokens of which only the best is looked at first."""
 
 
 def alternatives(logits: Float32[Array, "B V"], wanted: Bool[Array, " B"], count: int) -> Int32[Array, "B C"]:
     """Ids of the `count` best tokens of each row, then the bits of their log-probabilities; zeros if none is wanted."""
+    some = jnp.any(wanted)
 
     def best(logits: Array) -> Array:
-        values, ids = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), count)
-        return jnp.concatenate([ids.astype(jnp.int32), jax.lax.bitcast_convert_type(values, jnp.int32)], axis=1)
+        values, ids = top(jax.nn.log_softmax(logits, axis=-1), count)
+        found = jnp.concatenate([ids, jax.lax.bitcast_convert_type(values, jnp.int32)], axis=1)
+        return jnp.where(some, found, 0)
 
     def nothing(logits: Array) -> Array:
         return jnp.zeros((logits.shape[0], 2 * count), jnp.int32)
 
-    return jax.lax.cond(jnp.any(wanted), best, nothing, logits)
+    return run_if(some, best, nothing, logits)
+
+
+def top(values: Float32[Array, "B V"], count: int) -> tuple[Float32[Array, "B C"], Int32[Array, "B C"]]:
+    """`jax.lax.top_k` without a sort of everything: the `count` best are in the `count` chunks with the best maxima."""
+    rows, size = values.shape
+    chunks = -(-size // CHUNK)
+    if not count or chunks <= 2 * count:
+        best, ids = jax.lax.top_k(values, count)
+        return best, ids.astype(jnp.int32)
+    padded = jnp.pad(values, ((0, 0), (0, chunks * CHUNK - size)), constant_values=-jnp.inf).reshape(rows, -1, CHUNK)
+    # In order of their ids, so that equal values come in that order too.
+    chosen = jnp.sort(jax.lax.top_k(jnp.max(padded, axis=-1), count)[1], axis=-1)
+    candidates = jnp.take_along_axis(padded, chosen[..., None], axis=1).reshape(rows, -1)
+    best, place = jax.lax.top_k(candidates, count)
+    chunk = jnp.take_along_axis(chosen, place // CHUNK, axis=-1)
+    return best, (chunk * CHUNK + place % CHUNK).astype(jnp.int32)
 
 
 def of_prompt(

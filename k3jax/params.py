@@ -138,7 +138,8 @@ def _kda(config: K3Config, name: str) -> Tree:
         ),
         "f_a": plain(f"{name}.f_a_proj.weight", (dim, width), (None, "embed")),
         "f_b": plain(f"{name}.f_b_proj.weight", (heads, dim, dim), (*head_axes, None), hf_shape=(kda.width, dim)),
-        "beta": plain(f"{name}.b_proj.weight", (heads, width), ("kda_heads", "embed")),
+        # Whole on every device: a device's rows of it are fewer than a product with few tokens can be cut into.
+        "beta": plain(f"{name}.b_proj.weight", (heads, width), (None, "embed")),
         "conv": ParamSpec(
             (kda.conv_kernel_size, heads, 3, dim), "float32", (None, "kda_heads", None, None), "normal", tuple(convs)
         ),

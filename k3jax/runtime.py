@@ -62,10 +62,7 @@ class Model:
                 f"the tokenizer has {tokenizer.vocab_size} ids, the embedding {config.vocab_size} rows; "
                 "is it another model's tokenizer?"
             )
-        if layout is not None and layout.mesh.size > 1:
-            # The compiler cannot divide a kernel over devices: it would gather all weights on each.
-            implementation = implementation or "xla"
-        graph, leaves = step.split(K3(config, parameters, implementation), layout)
+        graph, leaves = step.split(K3(config, parameters, implementation, layout), layout)
         return cls(
             config=config,
             graph=graph,

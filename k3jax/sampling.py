@@ -14,6 +14,7 @@ draws the same token whatever its neighbours and the batch size are.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict, Unpack
@@ -24,9 +25,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from k3jax.cache import Leaf
+from k3jax.conditional import run_if
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this one mean argmax."""
+
+
+DIGITS, BASE = 8, 16
+"""Digits that find a threshold among all float32 numbers, each in one pass over the logits."""
 
 
 class SamplingError(ValueError):
@@ -130,6 +136,23 @@ def _column(name: str, value: Any, batch: int) -> np.ndarray:
     return np.asarray(rows, allowed.dtype)
 
 
+class Filters(NamedTuple):
+    """Which filters any row of a batch has; a static argument of whoever knows."""
+
+    top_k: bool = True
+    top_p: bool = True
+    min_p: bool = True
+
+    @classmethod
+    def of(cls, params: Sampling) -> "Filters":
+        """Reads the settings, from the device where they are there."""
+        top_k, top_p, min_p = (np.asarray(column) for column in (params.top_k, params.top_p, params.min_p))
+        return cls(bool((top_k > 0).any()), bool((top_p < 1).any()), bool((min_p > 0).any()))
+
+
+NO_FILTERS = Filters(top_k=False, top_p=False, min_p=False)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class History:
@@ -167,17 +190,34 @@ class Sampled(NamedTuple):
     history: History
 
 
-def sample(logits: Float[Array, "B V"], params: Sampling, history: History, running: Bool[Array, " B"]) -> Sampled:
-    """The next token of each row; rows that are not running get token 0 and keep their history."""
+def sample(
+    logits: Float[Array, "B V"],
+    params: Sampling,
+    history: History,
+    running: Bool[Array, " B"],
+    filters: Filters | None = None,
+) -> Sampled:
+    """The next token of each row; rows that are not running get token 0 and keep their history.
+
+    `filters` says what any row has of top-k, top-p and min-p. None: that may change from call to call.
+    """
     raw = logits.astype(jnp.float32)
     penalised = penalize(raw, params, history)
-    best = jnp.argmax(penalised, axis=-1).astype(jnp.int32)
+    best = _best(penalised)
     random = params.temperature >= GREEDY_BELOW
-    # A conditional, not a second program: batches without randomness skip the sort and the noise.
-    token = jax.lax.cond(jnp.any(random & running), draw, lambda *_: best, penalised, params, history.position)
+    if filters is None:
+        # Not a second program: batches without randomness skip filters and noise.
+        operands = (penalised, params, history.position)
+        token = run_if(jnp.any(random & running), draw, lambda logits, *_: _best(logits), *operands)
+    else:
+        token = draw(penalised, params, history.position, filters)
     token = jnp.where(running, jnp.where(random, token, best), 0)
     logprob = jnp.take_along_axis(jax.nn.log_softmax(raw), token[:, None], axis=-1)[:, 0]
     return Sampled(token, logprob, history.append(token, running))
+
+
+def _best(logits: Float32[Array, "B V"]) -> Int32[Array, " B"]:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def penalize(logits: Float32[Array, "B V"], params: Sampling, history: History) -> Float32[Array, "B V"]:
@@ -190,10 +230,12 @@ def penalize(logits: Float32[Array, "B V"], params: Sampling, history: History) 
     return logits - jnp.where(said, params.presence_penalty[:, None], 0.0)
 
 
-def draw(logits: Float32[Array, "B V"], params: Sampling, position: Int32[Array, " B"]) -> Int32[Array, " B"]:
-    """A random token of each row's filtered distribution."""
+def draw(
+    logits: Float32[Array, "B V"], params: Sampling, position: Int32[Array, " B"], filters: Filters | None = None
+) -> Int32[Array, " B"]:
+    """A random token of each row's filtered distribution; `filters` as in `sample`."""
     scaled = logits / jnp.maximum(params.temperature, GREEDY_BELOW)[:, None]
-    kept = keep_likely(scaled, params)
+    kept = keep_likely(scaled, params, filters)
     return jnp.argmax(kept + noise(params.seed, position, logits.shape[-1]), axis=-1).astype(jnp.int32)
 
 
@@ -206,20 +248,42 @@ def noise(seed: UInt32[Array, " B"], position: Int32[Array, " B"], size: int) ->
     return jax.vmap(row)(seed, position)
 
 
-def keep_likely(logits: Float32[Array, "B V"], params: Sampling, filters: bool | None = None) -> Float32[Array, "B V"]:
+def keep_likely(
+    logits: Float32[Array, "B V"], params: Sampling, filters: Filters | None = None, digits: int = DIGITS
+) -> Float32[Array, "B V"]:
     """Logits with everything that min-p, top-k and top-p drop set to minus infinity.
 
-    `filters` says whether any row has top-k or top-p, where the caller knows; None looks at the settings.
+    `filters` says which of them any row has, where the caller knows; None: that may change from call to call. Fewer
+    `digits` are quicker and may let tokens pass that stand just behind the last one.
     """
-    floor = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(params.min_p)[:, None]
-    logits = jnp.where(logits < floor, -jnp.inf, logits)
+    settings = params.top_k, params.top_p, params.min_p
     if filters is not None:
-        return _keep_top(logits, params.top_k, params.top_p) if filters else logits
-    wanted = jnp.any((params.top_k > 0) | (params.top_p < 1))
-    return jax.lax.cond(wanted, _keep_top, lambda logits, *_: logits, logits, params.top_k, params.top_p)
+        return _filter(logits, *settings, filters=filters, digits=digits)
+    wanted = jnp.any((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
+    run = functools.partial(_filter, filters=Filters(), digits=digits)
+    return run_if(wanted, run, lambda logits, *_: logits, logits, *settings)
 
 
-def _keep_top(
+def _filter(
+    logits: Float32[Array, "B V"],
+    top_k: Int32[Array, " B"],
+    top_p: Float32[Array, " B"],
+    min_p: Float32[Array, " B"],
+    *,
+    filters: Filters,
+    digits: int,
+) -> Float32[Array, "B V"]:
+    """Min-p, then top-k, then top-p over what is left."""
+    if filters.min_p:
+        floor = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(min_p)[:, None]
+        logits = jnp.where(logits < floor, -jnp.inf, logits)
+    if not (filters.top_k or filters.top_p):
+        return logits
+    search = functools.partial(keep_top_by_search, filters=filters, digits=digits)
+    return jax.lax.platform_dependent(logits, top_k, top_p, cuda=search, default=keep_top_by_sort)
+
+
+def keep_top_by_sort(
     logits: Float32[Array, "B V"], top_k: Int32[Array, " B"], top_p: Float32[Array, " B"]
 ) -> Float32[Array, "B V"]:
     """Top-k, then top-p over what is left: one sort finds the lowest logit that stays."""
@@ -235,3 +299,55 @@ def _keep_top(
     inside &= ordered > -jnp.inf
     lowest = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= lowest, logits, -jnp.inf)
+
+
+def keep_top_by_search(
+    logits: Float32[Array, "B V"],
+    top_k: Int32[Array, " B"],
+    top_p: Float32[Array, " B"],
+    *,
+    filters: Filters,
+    digits: int,
+) -> Float32[Array, "B V"]:
+    """The same without a sort, which would cost a GPU as much and break a step's graph in two."""
+    # From the best on, where a few digits must tell likely tokens apart.
+    distance = logits - jnp.max(logits, axis=-1, keepdims=True)
+    order = _order(logits if digits == DIGITS else distance)
+    lowest = jnp.zeros_like(top_k, jnp.uint32)
+    if filters.top_k:
+        rank = jnp.where(top_k > 0, jnp.minimum(top_k, logits.shape[-1]), logits.shape[-1])
+        lowest = _threshold(order, jnp.ones_like(logits), rank.astype(jnp.float32), digits)
+    if filters.top_p:
+        mass = jnp.where(order >= lowest[:, None], jnp.exp(distance), 0.0)
+        share = jnp.where(top_p < 1, top_p * jnp.sum(mass, axis=-1), jnp.inf)
+        lowest = jnp.maximum(lowest, _threshold(order, mass, share, digits))
+    return jnp.where(order >= lowest[:, None], logits, -jnp.inf)
+
+
+def _add_each(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(one + other for one, other in zip(left, right, strict=True))
+
+
+def _order(values: Float32[Array, "B V"]) -> UInt32[Array, "B V"]:
+    """Integers in the order of the numbers."""
+    bits = jax.lax.bitcast_convert_type(values + 0.0, jnp.uint32)  # the two zeros are one number
+    return jnp.where(bits >> 31 > 0, ~bits, bits | jnp.uint32(1 << 31))
+
+
+@functools.partial(jax.jit, static_argnames="digits")
+def _threshold(
+    order: UInt32[Array, "B V"], weight: Float32[Array, "B V"], bound: Float32[Array, " B"], digits: int
+) -> UInt32[Array, " B"]:
+    """The least number whose betters weigh less than `bound`, from its first digit to its last; zeros after those.
+
+    The weight above each of the `BASE` - 1 numbers that a digit chooses from is summed in the same pass.
+    """
+    found = jnp.zeros_like(bound, jnp.uint32)
+    for digit in range(digits):
+        unit = 1 << (DIGITS - 1 - digit) * (BASE.bit_length() - 1)
+        ends = [found + jnp.uint32((value + 1) * unit - 1) for value in range(BASE - 1)]
+        parts = tuple(jnp.where(order > end[:, None], weight, 0.0) for end in ends)
+        above = jax.lax.reduce(parts, (jnp.float32(0),) * len(parts), _add_each, (1,))
+        value = sum((total >= bound).astype(jnp.uint32) for total in above)
+        found = found + value * jnp.uint32(unit)
+    return found

@@ -1,18 +1,20 @@
 """Meshes and the one place where logical axes meet mesh axes.
 
 Parameters name their axes logically (`params.py`); a preset says which mesh axis splits which logical
-axis. A dimension that its mesh axis does not divide stays whole.
+axis. A dimension that its mesh axis does not divide stays whole. The model runs inside `jax.shard_map` with these
+partitions, so that kernels see one device's part: `sharding_local.py` has what happens between devices.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from k3jax.cache import K3Cache, KdaCache, LayerCache, MlaCache
-from k3jax.params import ParamSpec, Tree, map_tree
+from k3jax.cache import K3Cache, KdaCache, KdaSpeculative, LayerCache, MlaCache
+from k3jax.params import ParamSpec, Tree
+from pallas import kda
 
 
 class ShardingError(ValueError):
@@ -61,9 +63,8 @@ _TENSOR = Rules(
 
 PRESETS: Mapping[str, Preset] = {
     "single": Preset((("tensor", 1),), Rules()),
-    "tp2": Preset((("tensor", 2),), _TENSOR),
-    "tp8": Preset((("tensor", 8),), _TENSOR),
-    # Tokens are split over the same axis as the experts: see `k3jax.layers.moe.expert_parallel`.
+    **{f"tp{devices}": Preset((("tensor", devices),), _TENSOR) for devices in (2, 4, 8, 16)},
+    # Long chunks are split by token over the same axis as the experts, and tokens travel to their experts and back.
     "dep8": Preset((("expert", 8),), Rules(experts="expert")),
 }
 
@@ -83,25 +84,64 @@ class Layout:
     def parameters(self, specs: Tree) -> Tree:
         """The shardings of a tree of `ParamSpec`."""
 
-        def place(spec: ParamSpec) -> NamedSharding:
-            return self.sharding(spec.axes, spec.shape)
+        def place(tree: Tree) -> Tree:
+            return {
+                key: place(value) if isinstance(value, dict) else NamedSharding(self.mesh, value)
+                for key, value in tree.items()
+            }
 
-        return map_tree(place, specs)
+        return place(self.partitions(specs))
+
+    def partitions(self, specs: Tree) -> Tree:
+        """The partitions of a tree of `ParamSpec`.
+
+        Parameters of one dict that share a logical axis are split along it together or not at all: codes and scales of
+        an expert have different lengths, of which the mesh may divide one alone.
+        """
+        own = [spec for spec in specs.values() if isinstance(spec, ParamSpec)]
+        whole: dict[str, None] = {}
+        for spec in own:
+            for axis, part in zip(spec.axes, self.rules.partition(spec.axes, spec.shape, self.mesh), strict=True):
+                if axis is not None and part is None:
+                    whole[axis] = None
+        rules = dataclasses.replace(self.rules, **whole)
+        return {
+            key: rules.partition(value.axes, value.shape, self.mesh)
+            if isinstance(value, ParamSpec)
+            else self.partitions(value)
+            for key, value in specs.items()
+        }
 
     def cache(self, cache: K3Cache) -> K3Cache:
         """The shardings of a cache (arrays or abstract values): states by head, latents whole."""
-        return K3Cache(tuple(self._entry(entry) for entry in cache.layers))
+        return jax.tree.map(lambda part: NamedSharding(self.mesh, part), self.cache_partitions(cache))
 
-    def _entry(self, entry: LayerCache) -> LayerCache:
+    def cache_partitions(self, cache: K3Cache, *, pending: bool = False) -> K3Cache:
+        """The partitions of a cache; `pending`: after a speculative step, with what waits to be committed."""
+        return K3Cache(tuple(self._entry(entry, pending) for entry in cache.layers))
+
+    def _entry(self, entry: LayerCache, pending: bool) -> LayerCache:
         if isinstance(entry, MlaCache):
-            return MlaCache(self._place((None,) * 3, entry.latent))
-        return KdaCache(
-            self._place((None, "kda_heads", None, None), entry.state),
-            self._place((None, None, "kda_heads", None, None), entry.window),
-        )
+            return MlaCache(PartitionSpec())
+        heads = self.rules.partition((None, "kda_heads", None, None), entry.state.shape, self.mesh)[1]
+        pools = PartitionSpec(None, heads), PartitionSpec(None, None, heads)
+        if isinstance(entry, KdaCache):
+            return KdaCache(*pools)
+        by_head = PartitionSpec(None, None, heads)
+        records = kda.Records(*[by_head] * len(kda.Records._fields))
+        return KdaSpeculative(*pools, (records, by_head) if pending else None)
 
-    def _place(self, axes: tuple[str | None, ...], array: Any) -> Any:
-        return self.sharding(axes, array.shape)
+    def on_devices(self, function: Callable[..., Any], before: tuple[Any, ...], after: Any) -> Callable[..., Any]:
+        """`function` on every device's part of its arguments, which `before` divides; `after` puts results together.
+
+        Both are trees of `PartitionSpec`. What `after` calls whole must be equal on all devices.
+        """
+        return jax.shard_map(function, mesh=self.mesh, in_specs=before, out_specs=after, check_vma=False)
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis that the residual stream may be split over."""
+        return self.mesh.axis_names[0]
 
     @property
     def replicated(self) -> NamedSharding:

@@ -1,5 +1,6 @@
 """The pure step functions. Each compiles once per batch size, token bucket and page-table width.
 
+`decode` compiles once for each kind of filters (top-k, top-p, min-p) as well, if it is told which there are.
 A model is split once into a static graph and a flat tuple of arrays; passing thousands of leaves
 through `nnx.jit` would cost tens of milliseconds a call.
 """
@@ -11,10 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from k3jax import sampling
-from k3jax.cache import K3Cache, Leaf, Rows
+from k3jax.cache import K3Cache, KdaCache, KdaSpeculative, Leaf, Rows
 from k3jax.model import K3, LayerTrace
 from k3jax.sharding import Layout
 
@@ -37,6 +39,15 @@ class Graph:
         if self.layout is None or cache is None:
             return cache
         return jax.lax.with_sharding_constraint(cache, self.layout.cache(cache))
+
+    def commit(self, cache: K3Cache, rows: Rows, accepted: Int32[Array, " B"]) -> K3Cache:
+        """`K3Cache.commit`, on every device for its own heads. Donates the pools."""
+        if self.layout is None:
+            return cache.commit(rows, accepted)
+        before, whole = self.layout.cache_partitions(cache, pending=True), PartitionSpec()
+        pools = (KdaCache(e.state, e.window) if isinstance(e, KdaSpeculative) else e for e in before.layers)
+        run = self.layout.on_devices(K3Cache.commit, (before, whole, whole), K3Cache(tuple(pools)))
+        return run(cache, rows, accepted)
 
     def replicate(self, values: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """A whole copy on every device, so that all of them sample the same token."""
@@ -134,14 +145,19 @@ class Emitted(NamedTuple):
 
 
 def accept(
-    state: DecodeState, logits: Float[Array, "B V"], params: sampling.Sampling, stop_ids: Int32[Array, "B S"]
+    state: DecodeState,
+    logits: Float[Array, "B V"],
+    params: sampling.Sampling,
+    stop_ids: Int32[Array, "B S"],
+    filters: sampling.Filters | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Samples the next token of each running row and retires rows that stop or whose logits are not finite.
 
-    `stop_ids` is padded with -1. `state.rows` describes the rows that `logits` belong to, already advanced.
+    `stop_ids` is padded with -1. `state.rows` describes the rows that `logits` belong to, already advanced. `filters`
+    as in `sampling.sample`.
     """
     running = state.rows.query_length > 0
-    sampled = sampling.sample(logits, params, state.history, running)
+    sampled = sampling.sample(logits, params, state.history, running, filters)
     remaining = jnp.where(running, state.remaining - 1, state.remaining)
     finite = jnp.all(jnp.isfinite(logits), axis=-1) | ~running
     stopped = jnp.any(sampled.token[:, None] == stop_ids, axis=1) | (remaining <= 0) | ~finite
@@ -151,22 +167,27 @@ def accept(
     return DecodeState(state.cache, rows, sampled.token, remaining, sampled.history), emitted
 
 
-@functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("graph", "filters"), donate_argnames="state")
 def decode(
     graph: Graph,
     leaves: tuple[Array, ...],
     state: DecodeState,
     params: sampling.Sampling,
     stop_ids: Int32[Array, "B S"],
+    *,
+    filters: sampling.Filters | None = None,
 ) -> tuple[DecodeState, Emitted]:
-    """Feeds each running row's last token and samples the next one. Donates the state."""
+    """Feeds each running row's last token and samples the next one. Donates the state.
+
+    `filters` says what any row has of top-k, top-p and min-p; None: that may change from step to step.
+    """
     model = graph.merge(leaves)
     output = model(state.token[:, None], state.rows, state.cache)
     stored = graph.place(output.cache)
     assert stored is not None
     logits = graph.replicate(model.logits(output.hidden[:, 0]))
     state = dataclasses.replace(state, cache=stored, rows=state.rows.advance())
-    return accept(state, logits, params, stop_ids)
+    return accept(state, logits, params, stop_ids, filters)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

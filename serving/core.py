@@ -127,14 +127,21 @@ class Core:
         outputs = [self._end(s, "deadline") for s in self._deadlines.expired(self.clock())]
         if self.tiers is not None:
             self.tiers.poll()
+        # A step under grammars waits for its drafts anyway; with this answer its rows take part in every step.
+        while self._flying and self.scheduler.grammars_wait:
+            outputs += self._collect()
         plan = self.scheduler.plan(self.clock(), stride)
         if plan is not None:
             self._flying.append((plan, self.runner.dispatch(plan)))
         if self._flying and (plan is None or len(self._flying) > self._ahead):
-            done, ticket = self._flying.popleft()
-            outputs += self._completion.apply(done, self.runner.collect(ticket), self.clock())
+            outputs += self._collect()
         self._tune()
         return outputs
+
+    def _collect(self) -> list[Output]:
+        """Waits for the oldest step in flight."""
+        done, ticket = self._flying.popleft()
+        return self._completion.apply(done, self.runner.collect(ticket), self.clock())
 
     def _prepare(self, sequence: Sequence, now: int | float) -> bool:
         assert self.tiers is not None

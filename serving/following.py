@@ -83,16 +83,15 @@ class Follower:
         return None
 
 
-def forced(sequence: Sequence, limit: int) -> list[int]:
-    """At most `limit` tokens that the constraint leaves no choice about. A failure is kept for `Follower.follow`."""
+def forced(sequence: Sequence, limit: int) -> np.ndarray:
+    """At most `limit` ids that the constraint leaves no choice about. A failure is kept for `Follower.follow`."""
     constraint = sequence.request.constraint
-    if not isinstance(constraint, DraftedConstraint):
-        return []
-    try:
-        return list(constraint.forced_tokens(limit))[:limit]
-    except Exception as error:
-        sequence.fault = f"the constraint failed: {error!r}"
-        return []
+    if isinstance(constraint, DraftedConstraint):
+        try:
+            return np.asarray(constraint.forced_tokens(limit)[:limit], np.int32)
+        except Exception as error:
+            sequence.fault = f"the constraint failed: {error!r}"
+    return np.zeros(0, np.int32)
 
 
 def look_ahead(sequence: Sequence, drafts: Listing[int], words: int) -> tuple[np.ndarray, int]:

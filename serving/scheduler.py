@@ -100,6 +100,11 @@ class Scheduler:
 
     # Decode.
 
+    @property
+    def grammars_wait(self) -> bool:
+        """Whether a row whose grammar follows drafts cannot go on before a step in flight is collected."""
+        return self.options.block > 1 and any(s.looks_ahead and s.in_flight for s in self.running)
+
     def _plan_decode(self, now: int | float, stride: int) -> Decoding:
         rows: Decoding = {}
         page = self.cache.options.page_size

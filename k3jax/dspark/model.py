@@ -4,23 +4,27 @@ Context keys and values come from the target's taps alone and are cached for com
 `[anchor, mask, ...]` starts at the position after them, and its rows live only within the step.
 """
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
 from k3jax.cache import Rows
 from k3jax.dspark.config import DSparkConfig
-from k3jax.layers.draft_attention import draft_attention
+from k3jax.layers.draft_attention import Pool, draft_attention
 from k3jax.layers.markov import MarkovHead
 from k3jax.layers.norm import RmsNorm
 from k3jax.params import Tree
+from k3jax.sharding_local import add_up, look_up
 from pallas import gemv, mla
 from pallas.precision import einsum
 
-Pools = tuple[Float[Array, "pages page L"], ...]
+Pools = tuple[Pool, ...]
 """Context rows of each draft layer, paged like the target's latents."""
 
 
@@ -40,6 +44,8 @@ class Draft(NamedTuple):
     hidden: Float[Array, "B G D"]
     logits: Float[Array, "B G V"]
     """Before the Markov bias."""
+    pools: Pools
+    """As given, but for rows behind `rows.length`, which mean nothing."""
 
 
 class Drafted(NamedTuple):
@@ -71,7 +77,17 @@ class DraftLayer(nnx.Module):
         """The block's rows see the context and each other."""
         normed = self.attention_norm(x)
         rows = jnp.concatenate([context, self.attention.rows(normed, position)], axis=1)
-        x = x + self.attention(normed, position, rows, visible)
+        return self.feed_forward(x + self.attention(normed, position, rows, visible))
+
+    def attend(
+        self, x: Float[Array, "B G D"], position: Int32[Array, "B G"], pool: Pool, block: Rows, *, causal: bool
+    ) -> tuple[Float[Array, "B G D"], Pool]:
+        """The same over a paged context, and the pool afterwards. Donates the pool."""
+        attended, pool = self.attention.attend(self.attention_norm(x), position, pool, block, causal=causal)
+        return self.feed_forward(x + attended), pool
+
+    def feed_forward(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """The layer's second half, residual included."""
         (hidden,) = gemv.project(self.mlp_norm(x), self.gate_up[...])
         activation = nnx.silu(hidden[..., 0, :]) * hidden[..., 1, :]
         (output,) = gemv.project(activation, self.down[...])
@@ -115,11 +131,16 @@ class DSpark(nnx.Module):
         """Stores the context rows of committed tokens at `rows.length` onwards. Donates the pools."""
         context, tokens = self.context(taps), taps.shape[1]
         position = rows.length[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+        # All layers in one product: each alone is too small to fill the device.
+        matrices = [layer.attention.row_matrices() for layer in self.layers]
+        products = iter(gemv.project(context, *itertools.chain(*matrices)))
+        cached = (
+            layer.attention.cached(position, *itertools.islice(products, len(own)))
+            for layer, own in zip(self.layers, matrices, strict=True)
+        )
         return tuple(
-            mla.write_pages(
-                pool, layer.attention.rows(context, position), rows.page_table, rows.length, rows.valid(tokens)
-            )
-            for layer, pool in zip(self.layers, pools, strict=True)
+            mla.write_pages(pool, new, rows.page_table, rows.length, rows.valid(tokens))
+            for pool, new in zip(pools, cached, strict=True)
         )
 
     def draft(
@@ -129,29 +150,34 @@ class DSpark(nnx.Module):
         rows: Rows,
         embedding: Float[Array, "V D"] | None = None,
         head: Float[Array, "V D"] | None = None,
+        *,
+        vocab_axis: str | None = None,
     ) -> Draft:
-        """The parallel pass; `rows.length` tokens have context rows and the anchor follows them."""
-        width = self.config.block_size
-        ids = jnp.full((anchor.shape[0], width), self.config.mask_token_id, jnp.int32).at[:, 0].set(anchor)
-        position = rows.length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-        x = self._own("embedding", embedding)[ids]
+        """The parallel pass; `rows.length` tokens have context rows and the anchor follows them.
+
+        `vocab_axis`: the mesh axis that the target's tables are split over, inside `jax.shard_map`.
+
+        Rows with `query_length` 0 are padding, whose drafts mean nothing. Two rows must not share pages from
+        `rows.length` on. Donates the pools.
+        """
+        width, batch = self.config.block_size, anchor.shape[0]
+        # As many rows as the skinny product takes at a time, so that nothing has to be padded for it again and again.
+        padded = -(-width // 8) * 8
+        padded = padded if batch * padded <= gemv.FEW_ROWS else width
+        ids = jnp.full((batch, padded), self.config.mask_token_id, jnp.int32).at[:, 0].set(anchor)
+        position = rows.length[:, None] + jnp.arange(padded, dtype=jnp.int32)[None]
+        block = dataclasses.replace(rows, query_length=jnp.where(rows.query_length > 0, width, 0).astype(jnp.int32))
+        axis = None if "embedding" in self.optional else vocab_axis
+        table, after = self._own("embedding", embedding), []
+        x = add_up(axis, look_up(axis, table, ids), table.dtype)
         for layer, pool in zip(self.layers, pools, strict=True):
-            context = mla.gather_pages(pool, rows.page_table).astype(x.dtype)
-            seen = jnp.arange(context.shape[1], dtype=jnp.int32)[None] < rows.length[:, None]
-            context = jnp.where(seen[..., None], context, jnp.zeros((), context.dtype))
-            x = layer(x, position, context, self._visible(seen))
+            x, pool = layer.attend(x, position, pool, block, causal=self.config.causal)
+            after.append(pool)
         hidden = self.norm(x)
         (logits,) = gemv.project(hidden, self._own("head", head))
-        return Draft(hidden, logits.astype(jnp.float32))
-
-    def _visible(self, seen: Bool[Array, "B S"]) -> Bool[Array, "B G S+G"]:
-        """Context rows that exist, and the block: all of it, or its past in causal drafts."""
-        width = self.config.block_size
-        block = jnp.ones((width, width), bool)
-        block = jnp.tril(block) if self.config.causal else block
-        shape = (seen.shape[0], width)
-        parts = jnp.broadcast_to(seen[:, None], (*shape, seen.shape[1])), jnp.broadcast_to(block[None], (*shape, width))
-        return jnp.concatenate(parts, axis=-1)
+        if vocab_axis is not None and "head" not in self.optional:
+            logits = jax.lax.all_gather(logits, vocab_axis, axis=2, tiled=True)
+        return Draft(hidden[:, :width], logits[:, :width].astype(jnp.float32), tuple(after))
 
     def _own(self, name: str, targets: Float[Array, "_ _"] | None) -> Float[Array, "_ _"]:
         """The draft's own table, otherwise the target's."""

@@ -4,7 +4,6 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from k3jax import step
@@ -12,7 +11,7 @@ from k3jax.cache import K3Cache, Rows
 from k3jax.generation import buckets
 from k3jax.generation.compilations import Compilations
 from k3jax.runtime import Model
-from k3jax.sampling import Sampling
+from k3jax.sampling import Filters, Sampling
 from k3jax.speculation import step as speculate
 from k3jax.speculation.drafters import Draft, DSparkDrafter, NgramDrafter
 from k3jax.speculation.state import SpeculativeState
@@ -56,6 +55,8 @@ class PlainStepper:
     def __init__(self, model: Model, params: Sampling, stop_ids: Array, compilations: Compilations) -> None:
         self._model, self._params, self._stop_ids = model, params, stop_ids
         self._call = compilations.call
+        # Known here once, so that no step has to look.
+        self._filters = Filters.of(params)
 
     def prefill(self, cache: K3Cache, rows: Rows, ids: Int32[Array, "B T"]) -> tuple[Any, K3Cache]:
         """See `Stepper`."""
@@ -70,7 +71,7 @@ class PlainStepper:
     def advance(self, state: Any) -> tuple[Any, Emission]:
         """See `Stepper`."""
         args = (self._model.graph, self._model.leaves, state, self._params, self._stop_ids)
-        state, emitted = self._call(step.decode, *args)
+        state, emitted = self._call(step.decode, *args, filters=self._filters)
         return state, _one(emitted)
 
 
@@ -83,8 +84,6 @@ class SpeculativeStepper(PlainStepper):
         super().__init__(model, params, stop_ids, compilations)
         self._draft = draft
         self._context: Any = None
-        # Known here once, so that no step has to look.
-        self._filters = bool(np.any(np.asarray(params.top_k) > 0) or np.any(np.asarray(params.top_p) < 1))
 
     def _create(self, cache: K3Cache, rows: Rows) -> Any:
         drafter, (_, pages, page_size) = self._draft.drafter, cache.capacity

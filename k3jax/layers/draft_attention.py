@@ -5,12 +5,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
+from k3jax.cache import Rows
 from k3jax.dspark.config import DraftGqa, DraftMla, DSparkConfig
 from k3jax.layers.norm import RmsNorm
 from k3jax.layers.rope import rotate
 from k3jax.params import Tree
-from pallas import gemv
+from pallas import gemv, mla
 from pallas.precision import einsum
+
+Pool = Float[Array, "pages page L"]
+"""Cached rows of a draft layer, by page."""
 
 
 def masked_softmax(
@@ -18,6 +22,18 @@ def masked_softmax(
 ) -> Float[Array, "B heads Q S"]:
     """Softmax over the visible keys; every query sees at least itself."""
     return jax.nn.softmax(jnp.where(visible[:, None], scores * scale, -jnp.inf), axis=-1)
+
+
+def visible_rows(block: Rows, context: int, width: int, *, causal: bool) -> Bool[Array, "B _ _"]:
+    """Which of `context` cached rows and `width` rows of the block itself each row of the block sees.
+
+    Rows behind the block's `query_length` are padding: no row sees them.
+    """
+    seen = jnp.arange(context, dtype=jnp.int32)[None] < block.length[:, None]
+    own = jnp.broadcast_to(block.valid(width)[:, None], (seen.shape[0], width, width))
+    own = own & jnp.tril(jnp.ones((width, width), bool))[None] if causal else own
+    own = own | jnp.eye(width, dtype=bool)[None]
+    return jnp.concatenate([jnp.broadcast_to(seen[:, None], (seen.shape[0], width, context)), own], axis=-1)
 
 
 class GqaDraftAttention(nnx.Module):
@@ -33,9 +49,18 @@ class GqaDraftAttention(nnx.Module):
 
     def rows(self, x: Float[Array, "B T D"], position: Int32[Array, "B T"]) -> Float[Array, "B T L"]:
         """What the cache holds of tokens at `position`."""
-        key, value = gemv.project(x, self.k[...], self.v[...])
+        return self.cached(position, *gemv.project(x, *self.row_matrices()))
+
+    def row_matrices(self) -> tuple[Float[Array, "..."], ...]:
+        """The weights that `rows` is made with."""
+        return self.k[...], self.v[...]
+
+    def cached(
+        self, position: Int32[Array, "B T"], key: Float[Array, "B T H C"], value: Float[Array, "B T H C"]
+    ) -> Float[Array, "B T L"]:
+        """`rows` from the products with `row_matrices`."""
         key = rotate(self.k_norm(key), position, self.rope)
-        return jnp.concatenate([key, value], axis=2).reshape(*x.shape[:2], -1)
+        return jnp.concatenate([key, value], axis=2).reshape(*position.shape, -1)
 
     def __call__(
         self,
@@ -57,6 +82,16 @@ class GqaDraftAttention(nnx.Module):
         (output,) = gemv.project(mixed.reshape(*x.shape[:2], -1, dim), self.out[...], contract=2)
         return output
 
+    def attend(
+        self, x: Float[Array, "B Q D"], position: Int32[Array, "B Q"], pool: Pool, block: Rows, *, causal: bool
+    ) -> tuple[Float[Array, "B Q D"], Pool]:
+        """Attention over `block.length` cached rows and the block, and the pool, which stays as it is."""
+        context = mla.gather_pages(pool, block.page_table).astype(x.dtype)
+        visible = visible_rows(block, context.shape[1], x.shape[1], causal=causal)
+        context = jnp.where(visible[:, 0, : context.shape[1], None], context, jnp.zeros((), context.dtype))
+        rows = jnp.concatenate([context, self.rows(x, position)], axis=1)
+        return self(x, position, rows, visible), pool
+
 
 class MlaDraftAttention(nnx.Module):
     """DeepSeek latent attention, absorbed; a cached row is `[latent | rotated shared key]`."""
@@ -75,7 +110,14 @@ class MlaDraftAttention(nnx.Module):
 
     def rows(self, x: Float[Array, "B T D"], position: Int32[Array, "B T"]) -> Float[Array, "B T L"]:
         """What the cache holds of tokens at `position`."""
-        (projected,) = gemv.project(x, self.kv_down[...])
+        return self.cached(position, *gemv.project(x, *self.row_matrices()))
+
+    def row_matrices(self) -> tuple[Float[Array, "..."], ...]:
+        """The weights that `rows` is made with."""
+        return (self.kv_down[...],)
+
+    def cached(self, position: Int32[Array, "B T"], projected: Float[Array, "B T L"]) -> Float[Array, "B T L"]:
+        """`rows` from the products with `row_matrices`."""
         rank = self.sizes.kv_lora_rank
         shared = rotate(projected[..., rank:], position, self.rope)
         return jnp.concatenate([self.kv_norm(projected[..., :rank]), shared], axis=-1)
@@ -90,15 +132,42 @@ class MlaDraftAttention(nnx.Module):
         """Attention of the block's queries over `rows`."""
         own, rank = self.sizes.qk_nope_head_dim, self.sizes.kv_lora_rank
         (compressed,) = gemv.project(x, self.q_down[...])
-        (query,) = gemv.project(self.q_norm(compressed), self.q_up[...])
+        query = self.query(compressed, position)
         absorbed = einsum("bthk,hkr->bthr", query[..., :own], self.key_up[...])
-        full = jnp.concatenate([absorbed, rotate(query[..., own:], position, self.rope)], axis=-1)
+        full = jnp.concatenate([absorbed, query[..., own:]], axis=-1)
         scores = einsum("bqhl,bsl->bhqs", full, rows, out=jnp.dtype(jnp.float32))
         weights = masked_softmax(scores, visible, self.scale).astype(x.dtype)
         mixed = einsum("bhqs,bsr->bqhr", weights, rows[..., :rank])
         values = einsum("bqhr,hvr->bqhv", mixed, self.value_up[...])
         (output,) = gemv.project(values, self.out[...], contract=2)
         return output
+
+    def query(self, compressed: Float[Array, "B Q R"], position: Int32[Array, "B Q"]) -> Float[Array, "B Q H K"]:
+        """Queries, the shared part rotated, from the products with `q_down`."""
+        (query,) = gemv.project(self.q_norm(compressed), self.q_up[...])
+        own = self.sizes.qk_nope_head_dim
+        return jnp.concatenate([query[..., :own], rotate(query[..., own:], position, self.rope)], axis=-1)
+
+    def attend(
+        self, x: Float[Array, "B Q D"], position: Int32[Array, "B Q"], pool: Pool, block: Rows, *, causal: bool
+    ) -> tuple[Float[Array, "B Q D"], Pool]:
+        """Attention over `block.length` cached rows and the block, and the pool with the block's rows behind them.
+
+        Nobody sees those rows once the step is over: what is committed overwrites them. Donates the pool.
+        """
+        compressed, projected = gemv.project(x, self.q_down[...], *self.row_matrices())
+        rows = self.cached(position, projected)
+        pool = mla.write_pages(pool, rows, block.page_table, block.length, block.valid(x.shape[1]))
+        room = block.page_table.shape[1] * pool.shape[1]
+        length = jnp.minimum(block.length + block.query_length, room)
+        # A query at the last position or beyond it sees every row.
+        start = block.length if causal else jnp.maximum(length - 1, 0)
+        up = self.key_up[...], self.value_up[...]
+        values = mla.decode(
+            self.query(compressed, position), pool, block.page_table, *up, start, length, scale=self.scale
+        )
+        (output,) = gemv.project(values, self.out[...], contract=2)
+        return output, pool
 
 
 DraftAttention = GqaDraftAttention | MlaDraftAttention

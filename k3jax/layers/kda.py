@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 from k3jax.cache import KdaCache, KdaSpeculative, Rows
 from k3jax.config import K3Config
 from k3jax.params import Tree
+from k3jax.sharding_local import own_part, term_dtype
 from pallas import gemv, kda
 from pallas.dispatch import Implementation
 from pallas.precision import einsum
@@ -15,7 +16,9 @@ from pallas.precision import einsum
 class Kda(nnx.Module):
     """Linear attention with a gated delta rule; its whole past is one matrix per head."""
 
-    def __init__(self, config: K3Config, parameters: Tree, implementation: Implementation) -> None:
+    def __init__(
+        self, config: K3Config, parameters: Tree, implementation: Implementation, places: Tree | None = None
+    ) -> None:
         self.qkvz = nnx.Param(parameters["qkvz"])
         self.f_a = nnx.Param(parameters["f_a"])
         self.f_b = nnx.Param(parameters["f_b"])
@@ -27,6 +30,8 @@ class Kda(nnx.Module):
         self.out = nnx.Param(parameters["out"])
         self.lower_bound, self.norm_eps = config.kda.gate_lower_bound, config.norm_eps
         self.implementation: Implementation = implementation
+        self.axis: str | None = places["out"][1] if places else None
+        """Mesh axis that the heads are split over: then the output is this device's term of a sum."""
 
     def __call__(
         self, x: Float[Array, "B T D"], rows: Rows, cache: KdaCache | KdaSpeculative | None
@@ -35,8 +40,10 @@ class Kda(nnx.Module):
         matrices = self.qkvz[...], self.f_a[...], self.beta[...]
         qkvz, narrow, beta_logits = gemv.project(x, *matrices, implementation=self.implementation)
         decay_logits = einsum("bta,hca->bthc", narrow, self.f_b[...])
+        beta_logits = own_part(self.axis, beta_logits, qkvz.shape[2], 2)
         output, cache = self.recur(qkvz, decay_logits, beta_logits, rows, cache)
-        (projected,) = gemv.project(output, self.out[...], contract=2, implementation=self.implementation)
+        options = {"dtypes": (term_dtype(self.axis, x),), "implementation": self.implementation}
+        (projected,) = gemv.project(output, self.out[...], contract=2, **options)
         return projected, cache
 
     def recur(

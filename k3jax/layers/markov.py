@@ -38,13 +38,14 @@ class MarkovHead(nnx.Module):
     ) -> MarkovStep:
         """One position: `hidden` is the draft's row that predicts it, `previous` the token before it."""
         embedding = self.weights["embedding"][...][previous]
-        signal, state = self._signal(hidden, embedding, state)
+        signal, state = self.signal(hidden, embedding, state)
         (bias,) = gemv.project(signal, self.weights["head"][...], dtypes=(jnp.float32,))
         return MarkovStep(bias, embedding, state)
 
-    def _signal(
+    def signal(
         self, hidden: Float[Array, "B D"], embedding: Float[Array, "B r"], state: Float[Array, "B r"]
     ) -> tuple[Float[Array, "B r"], Float[Array, "B r"]]:
+        """What the head's matrix turns into the bias, and the recurrent state after it."""
         if self.kind == "vanilla":
             return embedding, state
         if self.kind == "gated":

@@ -9,6 +9,7 @@ from k3jax.cache import MlaCache, Rows
 from k3jax.config import K3Config
 from k3jax.layers.norm import RmsNorm
 from k3jax.params import Tree
+from k3jax.sharding_local import term_dtype
 from pallas import gemv, mla
 from pallas.dispatch import Implementation
 
@@ -19,7 +20,9 @@ FEW_QUERIES = 16
 class Mla(nnx.Module):
     """Latent attention over the own tokens, or over a paged cache."""
 
-    def __init__(self, config: K3Config, parameters: Tree, implementation: Implementation) -> None:
+    def __init__(
+        self, config: K3Config, parameters: Tree, implementation: Implementation, places: Tree | None = None
+    ) -> None:
         self.in_proj = nnx.Param(parameters["in_proj"])
         self.q_norm = RmsNorm(parameters["q_norm"], config.mla.norm_eps)
         self.kv_norm = RmsNorm(parameters["kv_norm"], config.mla.norm_eps)
@@ -31,6 +34,8 @@ class Mla(nnx.Module):
         self.q_rank, self.kv_rank = config.mla.q_lora_rank, config.mla.kv_lora_rank
         self.scale = config.mla.scale
         self.implementation: Implementation = implementation
+        self.axis: str | None = places["out"][1] if places else None
+        """Mesh axis that the heads are split over: then the output is this device's term of a sum."""
 
     def project(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H Q"], Float[Array, "B T L"], Array]:
         """Queries, latent rows to be cached (normalised latent and raw shared key), and the output gate's logits."""
@@ -67,5 +72,6 @@ class Mla(nnx.Module):
         query, latent, logits = self.project(x)
         output, cache = self.attend(query, latent, rows, cache)
         gate = jax.nn.sigmoid(logits.astype(jnp.float32)).astype(x.dtype)
-        (projected,) = gemv.project(output * gate, self.out[...], contract=2, implementation=self.implementation)
+        options = {"dtypes": (term_dtype(self.axis, x),), "implementation": self.implementation}
+        (projected,) = gemv.project(output * gate, self.out[...], contract=2, **options)
         return projected, cache

@@ -1,20 +1,17 @@
 """Stable LatentMoE (report section 2.3)."""
 
-import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32
 
 from k3jax.config import K3Config
 from k3jax.layers.mlp import Mlp
 from k3jax.layers.norm import RmsNorm
 from k3jax.params import Tree
+from k3jax.sharding_local import add_up, own_experts, term_dtype, term_of, term_of_columns
 from pallas import gemv, moe
 from pallas.dispatch import Implementation
 from pallas.precision import einsum
@@ -23,20 +20,32 @@ from pallas.precision import einsum
 class LatentMoe(nnx.Module):
     """Routed experts in a narrow latent space next to shared experts at full width."""
 
-    def __init__(self, config: K3Config, parameters: Tree, implementation: Implementation) -> None:
+    def __init__(
+        self, config: K3Config, parameters: Tree, implementation: Implementation, places: Tree | None = None
+    ) -> None:
         self.router = nnx.Param(parameters["router"])
         self.correction_bias = nnx.Param(parameters["correction_bias"])
         self.latent_down = nnx.Param(parameters["latent_down"])
         self.latent_norm = RmsNorm(parameters["latent_norm"], config.norm_eps)
         self.latent_up = nnx.Param(parameters["latent_up"])
-        self.shared = Mlp(config, parameters["shared"], implementation)
+        self.shared = Mlp(config, parameters["shared"], implementation, places and places["shared"])
         self.experts = nnx.Dict({name: nnx.Param(array) for name, array in parameters["experts"].items()})
         self.k = config.moe.num_experts_per_token
         self.scaling = config.moe.routed_scaling_factor
         self.beta, self.linear_beta = config.situ_beta, config.situ_linear_beta
         self.implementation: Implementation = implementation
-        self.expert_axis: str | None = None
-        """Mesh axis that the experts and the tokens are split over, inside `jax.shard_map`: see `expert_parallel`."""
+        down = places["experts"]["down_packed"] if places else (None,) * 3
+        self.expert_axis: str | None = down[0]
+        """Mesh axis that the experts are split over."""
+        self.inner_axis: str | None = down[2]
+        """Mesh axis that every expert's inner channels are split over."""
+        self.column_axis: str | None = places["latent_up"][0] if places else None
+        """Mesh axis that the columns of the routed output are split over."""
+
+    @property
+    def axis(self) -> str | None:
+        """Mesh axis over whose devices the outputs are terms of a sum."""
+        return self.column_axis or self.shared.axis
 
     def weights(self) -> moe.Experts:
         """The routed experts, packed as in a checkpoint or dense while training."""
@@ -44,18 +53,23 @@ class LatentMoe(nnx.Module):
         return moe.PackedExperts(**arrays) if "gate_up_packed" in arrays else moe.DenseExperts(**arrays)
 
     def __call__(
-        self, x: Float[Array, "*batch D"], forced: moe.Routing | None = None
+        self, x: Float[Array, "*batch D"], forced: moe.Routing | None = None, *, own_tokens: bool = False
     ) -> tuple[Float[Array, "*batch D"], moe.Routing]:
         """The layer's output and the routing of each token, tokens flattened.
 
-        `forced` replaces the router's decision (for parity tests).
+        `forced` replaces the router's decision (for parity tests). `own_tokens`: every device of the experts' mesh axis
+        has other tokens, which travel to their experts and back; otherwise all have the same.
         """
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         logits, latent, hidden = self.front(tokens)
         routing = forced or moe.choose(logits, self.correction_bias[...], k=self.k, scaling=self.scaling)
-        mixed = self.latent_norm(self.mix(latent, routing))
-        (routed,) = gemv.project(mixed, self.latent_up[...], implementation=self.implementation)
-        return (routed + self.shared.finish(hidden)).reshape(x.shape), routing
+        mixed = self.latent_norm(self.mix(latent, routing, own_tokens=own_tokens))
+        return self.join(mixed, hidden).reshape(x.shape), routing
+
+    def scores(self, x: Float[Array, "*batch D"]) -> Float32[Array, "N E"]:
+        """The router's scores of each token without the bias, in float32; the experts of the best biased ones run."""
+        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)
+        return jax.nn.sigmoid(einsum("nd,ed->ne", tokens, self.router[...].astype(jnp.float32)))
 
     def front(
         self, tokens: Float[Array, "N D"]
@@ -74,32 +88,31 @@ class LatentMoe(nnx.Module):
         logits = einsum("nd,ed->ne", tokens.astype(jnp.float32), router.astype(jnp.float32))
         return logits, einsum("nd,ld->nl", tokens, down), einsum("nd,ifd->nif", tokens, gate_up)
 
-    def mix(self, latent: Float[Array, "N L"], routing: moe.Routing) -> Float[Array, "N L"]:
-        """The weighted sum of each token's experts, wherever they live."""
-        run = moe.experts
-        if self.expert_axis is not None:
-            run = functools.partial(moe.parallel_experts, axis=self.expert_axis)
+    def mix(
+        self, latent: Float[Array, "N L"], routing: moe.Routing, *, own_tokens: bool = False
+    ) -> Float[Array, "N L"]:
+        """The weighted sum of each token's experts, wherever they live: complete before the norm takes it."""
         options = {"beta": self.beta, "linear_beta": self.linear_beta, "implementation": self.implementation}
-        return run(latent, routing.ids, routing.weights, self.weights(), **options)
+        if own_tokens:
+            assert self.expert_axis is not None
+            args = (latent, routing.ids, routing.weights, self.weights())
+            return moe.parallel_experts(*args, axis=self.expert_axis, **options)
+        axis, ids = self.expert_axis or self.inner_axis, routing.ids
+        if self.expert_axis is not None:
+            ids = own_experts(self.expert_axis, ids, self.experts["down_packed"].shape[0])
+        dtype = term_dtype(axis, latent)
+        mixed = moe.experts(latent, ids, routing.weights, self.weights(), dtype=dtype, **options)
+        return add_up(axis, mixed, latent.dtype)
 
-
-def expert_parallel(layer: LatentMoe, mesh: Mesh, axis: str) -> Callable[[Array], Array]:
-    """The layer with its experts and the leading axis of its input split over a mesh axis, all else whole everywhere.
-
-    Both must be divisible by the size of the axis. Tokens travel to their experts and back by all-to-all.
-    """
-    layer = nnx.merge(*nnx.split(layer))
-    layer.expert_axis = axis
-    graph, state = nnx.split(layer)
-    split, whole = PartitionSpec(axis), PartitionSpec()
-
-    def place(path: tuple[Any, ...], _: Any) -> PartitionSpec:
-        return split if path[0] == "experts" else whole
-
-    def local(state: Any, x: Array) -> Array:
-        return nnx.merge(graph, state)(x)[0]
-
-    flat = nnx.to_flat_state(state)
-    specs = nnx.from_flat_state([(path, place(path, leaf)) for path, leaf in flat])
-    run = jax.shard_map(local, mesh=mesh, in_specs=(specs, split), out_specs=split, check_vma=False)
-    return functools.partial(jax.jit(run), state)
+    def join(self, mixed: Float[Array, "N L"], hidden: Float[Array, "N 2 F"]) -> Float[Array, "N D"]:
+        """Routed and shared output together: a term of a sum where either is split, with one collective for both."""
+        dtype = term_dtype(self.axis, mixed)
+        (routed,) = gemv.project(mixed, self.latent_up[...], dtypes=(dtype,), implementation=self.implementation)
+        shared = self.shared.finish(hidden)
+        if self.column_axis is not None:
+            routed = term_of_columns(self.column_axis, routed)
+        elif self.axis is not None:
+            routed = term_of(self.axis, routed)
+        if self.axis is not None and self.shared.axis is None:
+            shared = term_of(self.axis, shared)
+        return routed + shared.astype(dtype)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
 from k3jax import sampling
@@ -19,7 +20,7 @@ from k3jax.dspark.model import Draft as Block
 from k3jax.dspark.model import DSpark, Pools, empty_pools
 from k3jax.model import K3, LayerTrace
 from k3jax.speculation.acceptance import Rule
-from k3jax.speculation.randomness import DRAFT, distribution, draw, keys
+from k3jax.speculation.randomness import DRAFT, ROUGH, admitted, keys, law, pick
 from k3jax.speculation.widths import Widths
 
 Context = Any
@@ -33,6 +34,8 @@ class Proposal(NamedTuple):
     probability: Float32[Array, "B G V"]
     confidence: Float[Array, "B G"] | None = None
     """Logits of the chance that each token stands once those before it do; None where nothing is known."""
+    context: Context | None = None
+    """The drafter's context, where proposing has changed it; None: it is as it was."""
 
     def first(self, count: int) -> "Proposal":
         """The first `count` tokens alone."""
@@ -59,9 +62,9 @@ class Drafter(Protocol):
         anchor: Int32[Array, " B"],
         rows: Rows,
         params: sampling.Sampling,
-        filters: bool | None = None,
+        filters: sampling.Filters | None = None,
     ) -> Proposal:
-        """A block after `anchor`, which stands at position `rows.length`."""
+        """A block after `anchor`, which stands at position `rows.length`. Donates the context if it gives one back."""
         ...
 
     def extend(self, leaves: tuple[Array, ...], context: Context, step: Step, rows: Rows) -> Context:
@@ -107,11 +110,18 @@ class DSparkDrafter:
         anchor: Int32[Array, " B"],
         rows: Rows,
         params: sampling.Sampling,
-        filters: bool | None = None,
+        filters: sampling.Filters | None = None,
     ) -> Proposal:
         """See `Drafter`; the draft's distributions get the request's temperature and filters too."""
-        block = self.merge(leaves).draft(context, anchor, rows, target.embedding[...], target.head[...])
-        return self.choose(leaves, block, anchor, rows, params, filters)
+
+        def run(leaves: tuple[Array, ...], *given: Any) -> Block:
+            return self.merge(leaves).draft(*given, vocab_axis=target.vocab_axis)
+
+        if target.placement is not None:  # every device drafts by itself; it has a part of the target's tables
+            whole, tables = PartitionSpec(), PartitionSpec(target.vocab_axis)
+            run = target.placement.layout.on_devices(run, (whole, whole, whole, whole, tables, tables), whole)
+        block = run(leaves, context, anchor, rows, target.embedding[...], target.head[...])
+        return self.choose(leaves, block, anchor, rows, params, filters)._replace(context=block.pools)
 
     def choose(
         self,
@@ -120,17 +130,22 @@ class DSparkDrafter:
         anchor: Int32[Array, " B"],
         rows: Rows,
         params: sampling.Sampling,
-        filters: bool | None = None,
+        filters: sampling.Filters | None = None,
     ) -> Proposal:
         """The sequential half of `propose`: tokens of a block, left to right."""
-        draft, chosen = self.merge(leaves), []
+        draft, kept = self.merge(leaves), []
+        places = jnp.arange(self.config.block_size, dtype=jnp.int32)
+        noise = jax.vmap(lambda place: keys(params.seed, rows.length, DRAFT, place))(places)
 
         def choose(k: int, logits: Float[Array, "B V"]) -> Int32[Array, " B"]:
-            chosen.append(distribution(logits, params, filters))
-            return draw(chosen[-1], keys(params.seed, rows.length, DRAFT, k))
+            kept.append(admitted(logits, params, filters, ROUGH))
+            return pick(logits, kept[-1], params, noise[k])
 
         drafted = draft.sample(block, anchor, choose)
-        probability = draft.over_target_ids(jnp.stack(chosen, axis=1))
+        # Of all tokens at once: the next token's choice does not wait for this one's sum.
+        flat = (array.reshape(-1, array.shape[-1]) for array in (drafted.logits, jnp.stack(kept, axis=1)))
+        each = jax.tree.map(lambda column: jnp.repeat(column, len(kept), axis=0), params)
+        probability = draft.over_target_ids(law(*flat, each).reshape(drafted.logits.shape))
         return Proposal(drafted.token, probability, drafted.confidence)
 
     def extend(self, leaves: tuple[Array, ...], context: Pools, step: Step, rows: Rows) -> Pools:
@@ -160,7 +175,7 @@ class NgramDrafter:
         anchor: Int32[Array, " B"],
         rows: Rows,
         params: sampling.Sampling,
-        filters: bool | None = None,
+        filters: sampling.Filters | None = None,
     ) -> Proposal:
         """See `Drafter`; where nothing matches it repeats the anchor."""
         del leaves, params, filters

@@ -38,7 +38,7 @@ def verify(graph: Graph, leaves: tuple[Array, ...], state: SpeculativeState, dra
     ids = jnp.concatenate([state.token[:, None], drafts], axis=1)
     output = target(ids, rows, state.cache.speculative(), trace=True)
     assert output.cache is not None
-    return Verified(ids, target.logits(output.hidden), output.cache, output.trace)
+    return Verified(ids, graph.replicate(target.logits(output.hidden)), output.cache, output.trace)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Options:
     """What a step does beside its arrays. Hashable."""
 
     rule: Rule = "block"
-    filters: bool | None = None
-    """Whether any row has top-k or top-p; None decides on the device."""
+    filters: sampling.Filters | None = None
+    """What any row has of top-k, top-p and min-p; None: that may change from step to step."""
     top: int = 0
     """Alternatives reported with each token."""
 
@@ -87,7 +87,8 @@ def judge(
     chance = uniforms(seed, position, ACCEPT, width - 1)
     accepted = acceptance.accept(options.rule, probability, proposal.probability, proposal.token, chance, limit)
     following = draw(accepted.following, keys(seed, position, FOLLOW))
-    finite = jnp.all(jnp.isfinite(logits), axis=(1, 2)) | ~running
+    # Token by token first, which is the shape of the other passes over the logits.
+    finite = jnp.all(jnp.all(jnp.isfinite(logits), axis=2), axis=1) | ~running
     token, count, goes_on = _emit(state, proposal.token, accepted, following, given.stop_ids)
     logprob = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), token[..., None], axis=-1)[..., 0]
     stood, seen = (jnp.where(running, drafts, 0) for drafts in (accepted.count, limit))
@@ -119,7 +120,7 @@ def target_distributions(
     token: Int32[Array, "B G"],
     state: SpeculativeState,
     given: Given,
-    filters: bool | None = None,
+    filters: sampling.Filters | None = None,
 ) -> Float32[Array, "B W V"]:
     """What the target draws from at each position, under the rules, and the penalties of the drafts before it."""
     history, (batch, width, vocab) = state.history, logits.shape
@@ -128,11 +129,13 @@ def target_distributions(
         """Every row once per position."""
         return jax.tree.map(lambda column: jnp.repeat(column, width, axis=0), tree)
 
-    counts = [history.count]
+    # Term by term, not from row to row: one elementwise expression, of which nothing needs to be stored.
+    row, ids = (jnp.arange(size, dtype=jnp.int32) for size in (width, vocab))
+    said = jnp.broadcast_to(history.count[:, None], logits.shape)
     for k in range(width - 1):
-        counts.append(counts[-1] + jax.nn.one_hot(token[:, k], vocab, dtype=jnp.int32))
+        said += ((row > k)[None, :, None] & (ids[None] == token[:, k, None])[:, None]).astype(jnp.int32)
     position = history.position[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    said = sampling.History(each(history.prompt), jnp.stack(counts, axis=1).reshape(-1, vocab), position.reshape(-1))
+    said = sampling.History(each(history.prompt), said.reshape(-1, vocab), position.reshape(-1))
     flat, params = logits.reshape(-1, vocab), each(given.params)
     if given.rules is not None:
         running = each(state.rows.query_length > 0)
@@ -178,7 +181,7 @@ def commit(
     """The state after what stands of a block: target and draft have seen it, its last token is the next anchor."""
     block, count = judged.block, judged.block.count
     committed = dataclasses.replace(state.rows, query_length=count)
-    cache = graph.place(verified.cache.commit(committed, count))
+    cache = graph.place(graph.commit(verified.cache, committed, count))
     assert cache is not None
     return SpeculativeState(
         cache=cache,

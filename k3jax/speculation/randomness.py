@@ -9,15 +9,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from k3jax import sampling
+
+ROUGH = 3
+"""Digits that a draft's filters are found to: its distribution may be any, as long as it is the one drawn from."""
 
 DRAFT, ACCEPT, FOLLOW = range(3)
 """Independent streams within a step."""
 
 
-def keys(seed: UInt32[Array, " B"], position: Int32[Array, " B"], *purpose: int) -> Array:
+def keys(seed: UInt32[Array, " B"], position: Int32[Array, " B"], *purpose: int | Int32[Array, ""]) -> Array:
     """One random key per row."""
 
     def key(seed: Array, position: Array) -> Array:
@@ -32,6 +35,43 @@ def uniforms(seed: UInt32[Array, " B"], position: Int32[Array, " B"], purpose: i
     return jax.vmap(lambda key: jax.random.uniform(key, (size,)))(keys(seed, position, purpose))
 
 
+def admitted(
+    logits: Float[Array, "B V"],
+    params: sampling.Sampling,
+    filters: sampling.Filters | None = None,
+    digits: int = sampling.DIGITS,
+) -> Float32[Array, "B V"]:
+    """Logits at the request's temperature, minus infinity where its filters drop a token.
+
+    `filters` and `digits` as in `sampling.keep_likely`.
+    """
+    scaled = logits / jnp.maximum(params.temperature, sampling.GREEDY_BELOW)[:, None]
+    return sampling.keep_likely(scaled, params, filters, digits)
+
+
+def law(logits: Float[Array, "B V"], kept: Float32[Array, "B V"], params: sampling.Sampling) -> Float32[Array, "B V"]:
+    """What a request draws from, given `admitted` logits: their softmax, one-hot for greedy rows."""
+    best = jnp.argmax(logits, axis=-1)[:, None]
+    # The best token is never dropped, so it is the maximum that a softmax looks for.
+    mass = jnp.exp(kept - jnp.take_along_axis(kept, best, axis=-1))
+    random = mass / jnp.sum(mass, axis=-1, keepdims=True)
+    one = jnp.arange(logits.shape[-1], dtype=best.dtype)[None] == best
+    return jnp.where(_random(params), random, one.astype(jnp.float32))
+
+
+def pick(
+    logits: Float[Array, "B V"], kept: Float32[Array, "B V"], params: sampling.Sampling, row_keys: Array
+) -> Int32[Array, " B"]:
+    """A token of each row's `law`, without its sum: the noise decides between unnormalised logits as well."""
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(row_keys)
+    return jnp.argmax(jnp.where(_random(params), kept + noise, logits), axis=-1).astype(jnp.int32)
+
+
+def _random(params: sampling.Sampling) -> Bool[Array, "B 1"]:
+    """Rows that are not greedy."""
+    return (params.temperature >= sampling.GREEDY_BELOW)[:, None]
+
+
 def draw(probability: Float32[Array, "B V"], row_keys: Array) -> Int32[Array, " B"]:
     """One token of each row's distribution; of a one-hot one, its token."""
     noise = jax.vmap(lambda key: jax.random.gumbel(key, probability.shape[1:]))(row_keys)
@@ -39,10 +79,7 @@ def draw(probability: Float32[Array, "B V"], row_keys: Array) -> Int32[Array, " 
 
 
 def distribution(
-    logits: Float[Array, "B V"], params: sampling.Sampling, filters: bool | None = None
+    logits: Float[Array, "B V"], params: sampling.Sampling, filters: sampling.Filters | None = None
 ) -> Float32[Array, "B V"]:
     """What a request draws from: temperature and filters applied, one-hot for greedy rows."""
-    scaled = logits / jnp.maximum(params.temperature, sampling.GREEDY_BELOW)[:, None]
-    random = jax.nn.softmax(sampling.keep_likely(scaled, params, filters), axis=-1)
-    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
-    return jnp.where((params.temperature >= sampling.GREEDY_BELOW)[:, None], random, best)
+    return law(logits, admitted(logits, params, filters), params)

@@ -99,6 +99,8 @@ def table(setting: bench.Setting, times: dict[str, float], one: float, block: fl
     yield f"a speculative step takes {ratio:.2f} plain ones (vLLM on GB300: 1.43)"
     for length in bench.PUBLISHED:
         yield f"acceptance length {length}: {length / ratio:.2f} x plain decoding"
+    more = sum(times[f"{name}{bench.TOP_P}"] - times[name] for name in ("markov", "accept"))
+    yield f"top-p adds {more:.0f} us to a speculative step"
     layers, whole = setting.config.num_layers, k3().num_layers
     fixed, depth = sum(times[name] for name in ("draft", "markov", "accept")), whole / layers
     share = (fixed + depth * times["commit"]) / (fixed + depth * (times["commit"] + times["verify"]))

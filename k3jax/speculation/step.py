@@ -5,6 +5,7 @@ target. Rows that are done are inert. Noise is keyed by the step's anchor positi
 row's draws do not depend on its neighbours or on the batch size.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -41,7 +42,7 @@ def speculate(
     *,
     rule: Rule = "block",
     widths: Widths | None = None,
-    filters: bool | None = None,
+    filters: sampling.Filters | None = None,
     rules: LogitRules | None = None,
     top: int = 0,
     wants_top: Bool[Array, " B"] | None = None,
@@ -51,14 +52,16 @@ def speculate(
     `stop_ids` is padded with -1. The emitted tokens follow the target's own distribution, whatever the draft.
     `rules` change the target's logits; rows whose mask holds for one token take no drafts. Rows in `wants_top` get
     `top` alternatives with each token. `widths` offers narrower passes, of which the device takes one by the draft's
-    confidence; without them all drafts are verified. `filters` says whether any row has top-k or top-p; None decides
-    on the device, where a GPU would ask the host.
+    confidence; without them all drafts are verified. `filters` says what any row has of top-k, top-p and min-p; None:
+    that may change from step to step.
     """
     given = parts.Given(params, stop_ids, rules, wants_top)
     options = parts.Options(rule, filters, top)
     proposal = drafter.propose(
         draft_leaves, state.context, graph.merge(leaves), state.token, state.rows, params, filters
     )
+    if proposal.context is not None:
+        state = dataclasses.replace(state, context=proposal.context)
 
     def settle(width: int, state: SpeculativeState, limit: Int32[Array, " B"] | None) -> tuple[SpeculativeState, Block]:
         some = proposal.first(width - 1)
@@ -133,7 +136,7 @@ def speculate_all(
     limit: int,
     rule: Rule = "block",
     widths: Widths | None = None,
-    filters: bool | None = None,
+    filters: sampling.Filters | None = None,
 ) -> tuple[SpeculativeState, Written]:
     """Runs `speculate` on the device until every row is done or has `limit` tokens. Donates the state."""
     options = {"rule": rule, "widths": widths, "filters": filters}

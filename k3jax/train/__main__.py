@@ -161,15 +161,15 @@ class Draft:
     seconds: float | None = None
     """Time for writing texts and training; the schedule ends after --steps or then, whichever comes first."""
     rows: int = 16
-    """Texts per step."""
+    """Texts per step, if they have the greatest length; as many times more of shorter ones."""
     anchors: int = 64
-    """Blocks per text."""
+    """Blocks per text of the greatest length; as many times fewer in shorter ones."""
     peak: float = 2e-3
     """Largest learning rate."""
-    texts: int = 2048
-    """Texts to write, once."""
-    length: int = 256
-    """Tokens per text."""
+    length: tuple[int, ...] = (256,)
+    """Tokens per text, of each kind of texts."""
+    texts: tuple[int, ...] = (2048,)
+    """Texts to write, once, of each kind."""
     block: int = 7
     """Tokens drafted per step."""
     layers: int = 2
@@ -180,12 +180,24 @@ class Draft:
     """Kind of the Markov head."""
     taps: int = 3
     """Layers of the target that the draft reads."""
+    tap_layers: tuple[int, ...] = ()
+    """Which ones, instead of as many at even steps."""
     width: int = 2
     """Width of the draft's MLPs in widths of the stream."""
+    kv_heads: int | None = None
+    """Key and value heads (default: a third of the heads)."""
     corpus: int = 0
-    """Texts of the data that are trained on as well."""
+    """Texts of the data that are trained on as well, of each kind."""
+    cross_entropy: float = 0.1
+    """Weight of the cross-entropy."""
+    decay: float = 4.0
+    """Rows of a block after which their weight has fallen by e."""
+    soft: bool = False
+    """Cross-entropy against the target's distributions instead of the texts' tokens."""
+    reach: bool = False
+    """Weigh each row by the chance that its block stands up to there."""
     initial: Path | None = None
-    """Draft to start from, of the same shape."""
+    """Draft to start from, of the same shape or with fewer layers, key and value heads or taps."""
     resident: bool = False
     """Run the target once over all texts and keep its taps on the device: faster, more memory."""
     save_every: int = 500
@@ -376,7 +388,7 @@ def _baseline(command: Baseline) -> None:
 
 def _draft(command: Draft) -> None:
     from checkpoints import orbax_adapter
-    from k3jax.train import data, draft_data, draft_program
+    from k3jax.train import data, draft_data, draft_losses, draft_program
 
     data.wait_for(command.data, 0.0)
     model = _target(command)
@@ -387,18 +399,22 @@ def _draft(command: Draft) -> None:
         markov_rank=command.rank,
         markov_kind=command.markov,
         num_taps=command.taps,
+        tap_layers=command.tap_layers,
         width=command.width,
+        kv_heads=command.kv_heads,
     )
+    loss = {name: getattr(command, name) for name in ("cross_entropy", "decay", "soft", "reach")}
     names = ("out", "steps", "seconds", "rows", "anchors", "peak", "texts", "length", "corpus", "resident")
-    plan = draft_program.Plan(**{name: getattr(command, name) for name in (*names, "save_every", "seed")})
+    values = {name: getattr(command, name) for name in (*names, "save_every", "seed")}
+    plan = draft_program.Plan(**values, objective=draft_losses.Objective(**loss))
     prepared = draft_data.Prepared(command.data)
-    initial = None if command.initial is None else _draft_masters(command.initial, config)
+    initial = None if command.initial is None else _draft_masters(command.initial, config, command.seed)
     state = draft_program.run(model, config, prepared, plan, orbax_adapter.write, orbax_adapter.read, initial)
     print(draft_program.summary(plan, state, config))
 
 
-def _draft_masters(path: Path, config: Any) -> Any:
-    """float32 parameters of a stored draft. Raises `ValueError` when it has another shape than `config`."""
+def _draft_masters(path: Path, config: Any, seed: int) -> Any:
+    """float32 parameters of a stored draft, grown to `config`. Raises `ValueError` when it cannot grow so."""
     import jax.numpy as jnp
 
     from checkpoints.checking import require, tensor_problems
@@ -407,14 +423,17 @@ def _draft_masters(path: Path, config: Any) -> Any:
     from k3jax import params
     from k3jax.dspark.config import DSparkConfig
     from k3jax.dspark.tensors import draft_specs
+    from k3jax.train import draft_grow, draft_run
 
-    if (found := DSparkConfig.from_file(path)) != config:
-        raise ValueError(f"{path} is a draft of another shape: {found}, expected {config}")
+    found = DSparkConfig.from_file(path)
+    if problems := draft_grow.misfits(found, config):
+        raise ValueError(f"{path} is a draft of another shape: {'; '.join(problems)}")
     source, problems = find_source(path)
-    specs = draft_specs(config)
+    specs = draft_specs(found)
     # Any other tensor may be there as well (the empty prefix): it is not read.
     require(path, source, problems + list(tensor_problems(source, params.hf_tensors(specs), ("",))))
-    return load_tree(source, specs, dtype=jnp.dtype(jnp.float32))
+    masters = load_tree(source, specs, dtype=jnp.dtype(jnp.float32))
+    return draft_grow.grow(found, masters, config, draft_run.create(config, seed).masters)
 
 
 def _target(command: Draft | Acceptance) -> Any:

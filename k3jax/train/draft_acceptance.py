@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from k3jax.generation.decoding import Decoding, Event, Request
 from k3jax.generation.stepping import Emission
@@ -43,6 +44,8 @@ class Measured(NamedTuple):
 
     acceptance_length: float
     """Tokens per step and row, the target's own one included, before stops and limits."""
+    standard_error: float
+    """Of the acceptance length, with whole rows as the independent draws."""
     survival: list[float]
     """Chance that the first, second, ... draft of a step stands."""
 
@@ -71,11 +74,22 @@ def accepted(model: Model, draft: Draft, rule: Rule, tasks: dict[str, Task], pro
         pass
     stood, row, results = np.stack(decoding.stood), 0, {}
     for name, task in tasks.items():
-        part = stood[:, row : row + len(task.prompts)]
-        steps, row = part[part >= 0], row + len(task.prompts)
-        survival = [round(float((steps >= k).mean()), 3) for k in range(1, int(steps.max(initial=0)) + 1)]
-        results[name] = Measured(round(1 + float(steps.mean()), 3), survival)
+        results[name] = summarise(stood[:, row : row + len(task.prompts)])
+        row += len(task.prompts)
     return results
+
+
+def summarise(stood: Int[np.ndarray, "steps rows"]) -> Measured:
+    """Figures of drafts that stood, by step and row; -1 for steps that a row did not take."""
+    taken = stood >= 0
+    steps = stood[taken]
+    survival = [round(float((steps >= k).mean()), 3) for k in range(1, int(steps.max(initial=0)) + 1)]
+    mean, counts = float(steps.mean()), taken.sum(axis=0)
+    # A ratio of sums over rows: the spread of each row's total around what its number of steps foretells.
+    excess = np.where(taken, stood, 0).sum(axis=0) - mean * counts
+    rows = np.count_nonzero(counts)
+    spread = float(np.sqrt((excess**2).sum() * rows / max(1, rows - 1)))
+    return Measured(round(1 + mean, 3), round(spread / int(counts.sum()), 3), survival)
 
 
 def measure(model: Model, draft: Draft, prepared: Prepared, protocol: Protocol) -> dict[str, dict[str, Any]]:

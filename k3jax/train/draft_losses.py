@@ -2,9 +2,11 @@
 
     sum_k w_k (0.1 CE(x_k) + 0.9 |q_k - p_k|_1 + BCE(confidence_k, 1 - |q_k - p_k|_1 / 2)),   w_k = exp(-k / 4)
 
-(DSpark paper, arXiv 2607.05147, section 4.) The target is frozen; the previous token of every row is the text's.
+(DSpark paper, arXiv 2607.05147, section 4; `Objective` has variants.) The target is frozen; the previous token of
+every row is the text's.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -14,11 +16,25 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from k3jax.dspark.model import DSpark
 from k3jax.layers.draft_attention import GqaDraftAttention
 from k3jax.train.draft_attention import packed_attention
+from pallas.moe.grouped import take_rows
 from pallas.precision import einsum
 
-CROSS_ENTROPY, TOTAL_VARIATION, CONFIDENCE = 0.1, 0.9, 1.0
-DECAY = 4.0
-"""Rows after which a row's weight has fallen by e."""
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What is minimised; the defaults are the paper's."""
+
+    cross_entropy: float = 0.1
+    variation: float = 0.9
+    confidence: float = 1.0
+    decay: float = 4.0
+    """Rows after which a row's weight has fallen by e."""
+    soft: bool = False
+    """Cross-entropy against the target's whole distribution, of which the token of its own text is one draw: the same
+    on average, with less noise."""
+    reach: bool = False
+    """A row's weight also has the factor prod_{j<k} min(1, q_j(x_j) / p_j(x_j)), no gradient: on text drawn from p its
+    mean is the chance that standard rejection gets to row k, so rows count as often as they will be used."""
 
 
 class Text(NamedTuple):
@@ -70,7 +86,7 @@ def block_hidden(
             normed = layer.attention_norm(x)
             x = layer.feed_forward(x + packed_attention(attention, normed, position, rows, before, causal=causal))
         else:
-            flat = (x.reshape(*at[:, :1].shape[:1], -1, x.shape[-1]), position.reshape(len(anchors), -1))
+            flat = x.reshape(len(anchors), -1, x.shape[-1]), position.reshape(len(anchors), -1)
             visible = visible_keys(anchors, context.shape[1], width, causal=causal)
             x = layer(*flat, rows, visible).reshape(x.shape)
     return draft.norm(x)
@@ -89,29 +105,52 @@ def visible_keys(
 
 
 def losses(
-    draft: DSpark, text: Text, anchors: Int32[Array, "B A"], embedding: Float[Array, "V D"], head: Float[Array, "V D"]
+    draft: DSpark,
+    text: Text,
+    anchors: Int32[Array, "B A"],
+    embedding: Float[Array, "V D"],
+    head: Float[Array, "V D"],
+    objective: Objective | None = None,
 ) -> DraftLosses:
     """The loss over all blocks; rows whose label lies beyond the text do not count."""
+    objective = objective or Objective()
     width, size = draft.config.block_size, text.ids.shape[1]
     hidden = block_hidden(draft, text.features, text.ids, anchors, embedding)
-    offset = jnp.arange(width, dtype=jnp.int32)[None, None]
-    at = anchors[:, :, None] + offset
+    at = anchors[:, :, None] + jnp.arange(width, dtype=jnp.int32)[None, None]
     valid = at + 1 < size
     previous, labels = (_gather(text.ids, jnp.minimum(at + shift, size - 1)) for shift in (0, 1))
     teacher = _gather(text.hidden, jnp.minimum(at, size - 1))
     target = jax.nn.softmax(_project(jax.lax.stop_gradient(teacher), head), axis=-1)
     logits, confidence = _teacher_forced(draft, hidden, previous, head)
     logp = jax.nn.log_softmax(logits, axis=-1)
-    entropy = -jnp.take_along_axis(logp, labels[..., None], axis=-1)[..., 0]
+    chosen = _chosen(logp, labels)
+    entropy = -jnp.sum(target * logp, axis=-1) if objective.soft else -chosen
     variation = jnp.sum(jnp.abs(jnp.exp(logp) - target), axis=-1)
     accept = jax.lax.stop_gradient(1 - variation / 2)
     surprise = _binary_entropy(confidence, accept) if confidence is not None else jnp.zeros_like(entropy)
-    weight = jnp.broadcast_to(jnp.exp(-offset.astype(jnp.float32) / DECAY), valid.shape) * valid.astype(jnp.float32)
+    weight = _row_weights(objective, valid, jnp.exp(chosen), _chosen(target, labels))
     mean = [jnp.sum(weight * term) / jnp.sum(weight) for term in (entropy, variation, surprise)]
-    loss = CROSS_ENTROPY * mean[0] + TOTAL_VARIATION * mean[1] + CONFIDENCE * mean[2]
+    loss = objective.cross_entropy * mean[0] + objective.variation * mean[1] + objective.confidence * mean[2]
     whole = jnp.all(valid, axis=-1).astype(jnp.float32)
     survival = jnp.sum(jnp.cumprod(accept, axis=-1) * whole[..., None], axis=(0, 1)) / jnp.maximum(jnp.sum(whole), 1)
     return DraftLosses(loss, *mean, survival)
+
+
+def _chosen(values: Float32[Array, "B A G V"], labels: Int32[Array, "B A G"]) -> Float32[Array, "B A G"]:
+    return jnp.take_along_axis(values, labels[..., None], axis=-1)[..., 0]
+
+
+def _row_weights(
+    objective: Objective, valid: Bool[Array, "B A G"], q: Float32[Array, "B A G"], p: Float32[Array, "B A G"]
+) -> Float32[Array, "B A G"]:
+    """Weights of the rows; q and p are the chances that draft and target give to the text's tokens."""
+    row = jnp.arange(valid.shape[-1], dtype=jnp.float32)[None, None]
+    weight = jnp.exp(-row / objective.decay) * valid.astype(jnp.float32)
+    if not objective.reach:
+        return weight
+    stands = jax.lax.stop_gradient(jnp.minimum(1.0, q / jnp.maximum(p, 1e-30)))
+    before = jnp.concatenate([jnp.ones_like(stands[..., :1]), stands[..., :-1]], axis=-1)
+    return weight * jnp.cumprod(before, axis=-1)
 
 
 def _gather(values: Array, at: Int32[Array, "B A G"]) -> Array:
@@ -126,19 +165,24 @@ def _project(hidden: Float[Array, "*batch D"], head: Float[Array, "V D"]) -> Flo
 def _teacher_forced(
     draft: DSpark, hidden: Float[Array, "B A G D"], previous: Int32[Array, "B A G"], head: Float[Array, "V D"]
 ) -> tuple[Float32[Array, "B A G V"], Float32[Array, "B A G"] | None]:
-    """Logits with the Markov bias of the text's own tokens, and confidence logits."""
-    batch, count, width, dim = hidden.shape
-    rows, before = hidden.reshape(-1, width, dim), previous.reshape(-1, width)
-    state = jnp.zeros((rows.shape[0], draft.markov.rank), rows.dtype)
-    logits, confidence = [], []
+    """Logits with the Markov bias of the text's own tokens, and confidence logits.
+
+    Heads of all rows in one product, and token embeddings whose gradient is one: what is frequent in a text would
+    make thousands of additions to one row wait for each other.
+    """
+    (batch, count, width, dim), rank = hidden.shape, draft.markov.rank
+    rows, weights = hidden.reshape(-1, width, dim), draft.markov.weights
+    embedding = take_rows(weights["embedding"][...], previous.reshape(-1)).reshape(-1, width, rank)
+    state = jnp.zeros((len(rows), rank), rows.dtype)
+    signals: list[Array] = []
     for k in range(width):
-        step = draft.markov(rows[:, k], before[:, k], state)
-        state = step.state
-        logits.append(_project(rows[:, k], head) + step.bias)
-        confidence.append(draft.confidence(rows[:, k], step.embedding))
+        signal, state = draft.markov.signal(rows[:, k], embedding[:, k], state)
+        signals.append(signal)
+    inputs = jnp.concatenate([rows, jnp.stack(signals, axis=1)], axis=-1)
+    logits = _project(inputs, jnp.concatenate([head, weights["head"][...]], axis=-1))
+    confidence = draft.confidence(rows.reshape(-1, dim), embedding.reshape(-1, rank))
     shape = (batch, count, width)
-    sure = None if confidence[0] is None else jnp.stack(confidence, axis=1).reshape(shape)
-    return jnp.stack(logits, axis=1).reshape(*shape, -1), sure
+    return logits.reshape(*shape, -1), None if confidence is None else confidence.reshape(shape)
 
 
 def _binary_entropy(logit: Float32[Array, "*batch"], chance: Float32[Array, "*batch"]) -> Float32[Array, "*batch"]:

@@ -3,27 +3,29 @@
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
-from jaxtyping import Int32
 
 from k3jax import params
 from k3jax.config import K3Config
 from k3jax.dspark import files as draft_files
 from k3jax.dspark.config import DraftGqa, DSparkConfig, MarkovKind, Rope
 from k3jax.dspark.tensors import draft_specs
-from k3jax.generation.decoding import Decoding, Request
 from k3jax.runtime import Model
-from k3jax.sampling import Sampling
-from k3jax.train import draft_run
+from k3jax.train import draft_run, draft_texts
 from k3jax.train.draft_data import Prepared
+from k3jax.train.draft_texts import Texts, join
 from k3jax.train.report import Journal
 from k3jax.train.run import Load, Save, restore, state_tree
 from k3jax.train.specs import parameter_count
 
-TEXTS = "texts.npy"
+TOGETHER = 4096
+"""Texts written at a time."""
+PROMPT_SHARES = (16, 2, 8, 4)
+"""A text starts with a 16th to a half of real text, batch by batch in turn: drafts work in short and long contexts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +33,17 @@ class Plan(draft_run.Recipe):
     """What to train, how, and on how much text; `seconds` include writing the texts."""
 
     out: Path
-    rows: int = 16
-    """Texts per step."""
-    texts: int = 2048
-    """Texts that the target writes."""
-    length: int = 256
-    """Tokens per text, the prompt included."""
-    prompt: int = 32
-    """Tokens of real text that each one starts with."""
-    together: int = 1024
-    """Texts written at a time."""
+    length: tuple[int, ...] = (256,)
+    """Tokens per text, the prompt included, of each kind of texts."""
+    texts: tuple[int, ...] = (2048,)
+    """Texts that the target writes, of each kind."""
     corpus: int = 0
-    """Texts of the prepared data that are trained on beside those that the target wrote."""
+    """Texts of the prepared data of each kind that are trained on beside those that the target wrote."""
     save_every: int = 500
+
+    def __post_init__(self) -> None:
+        if len(self.length) != len(self.texts):
+            raise ValueError(f"{len(self.length)} lengths and {len(self.texts)} numbers of texts; give one for each")
 
 
 def draft_config(
@@ -54,11 +54,18 @@ def draft_config(
     markov_rank: int = 64,
     markov_kind: MarkovKind = "vanilla",
     num_taps: int = 3,
+    tap_layers: Sequence[int] = (),
     width: int = 2,
+    kv_heads: int | None = None,
 ) -> DSparkConfig:
-    """A small draft for a small target: taps at even steps of its depth, MLPs `width` times as wide as the stream."""
+    """A small draft for a small target, with MLPs `width` times as wide as the stream.
+
+    Taps are at even steps of its depth unless `tap_layers` names them; a third of the heads are for keys and values
+    unless `kv_heads` says how many.
+    """
     head_dim = 32
     heads = max(1, target.hidden_size // head_dim)
+    even = sorted({(i + 1) * target.num_layers // (num_taps + 1) for i in range(num_taps)})
     return DSparkConfig(
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
@@ -66,10 +73,10 @@ def draft_config(
         target_hidden_size=target.hidden_size,
         intermediate_size=width * target.hidden_size,
         num_layers=num_layers,
-        attention=DraftGqa(num_heads=heads, num_kv_heads=3 if heads % 3 == 0 else 1, head_dim=head_dim),
+        attention=DraftGqa(num_heads=heads, num_kv_heads=kv_heads or (3 if heads % 3 == 0 else 1), head_dim=head_dim),
         rope=Rope(theta=1e4, interleaved=False),
         norm_eps=target.norm_eps,
-        target_layer_ids=tuple(sorted({(i + 1) * target.num_layers // (num_taps + 1) for i in range(num_taps)})),
+        target_layer_ids=tuple(tap_layers) or tuple(even),
         mask_token_id=target.pad_token_id,
         block_size=block_size,
         markov_rank=markov_rank,
@@ -79,36 +86,43 @@ def draft_config(
     )
 
 
-def write_texts(model: Model, prompts: Int32[np.ndarray, "N P"], plan: Plan) -> Int32[np.ndarray, "N S"]:
-    """Continues each prompt at temperature 1 to `plan.length` tokens; ends of documents do not stop a text."""
-    texts = np.zeros((len(prompts), plan.length), np.int32)
-    texts[:, : prompts.shape[1]] = prompts
-    filled = np.full(len(prompts), prompts.shape[1])
-    for first in range(0, len(prompts), plan.together):
-        rows = range(first, min(first + plan.together, len(prompts)))
-        requests = [Request(prompts[row].tolist(), plan.length - prompts.shape[1], ()) for row in rows]
-        sampling = Sampling.of(len(requests), temperature=1.0, seed=[plan.seed * 1_000_003 + row for row in rows])
-        for event in Decoding(model, requests, sampling):
-            row = first + event.row
-            texts[row, filled[row]] = event.token
-            filled[row] += 1
-    return texts
+def gather_texts(model: Model, prepared: Prepared, plan: Plan, journal: Journal) -> list[Texts]:
+    """Texts of each length: those that the target wrote, stored once in `plan.out`, and those of the data.
+
+    The same when a run goes on.
+    """
+    return [
+        _texts(model, prepared, plan, journal, kind) for kind, count in enumerate(plan.texts) if count or plan.corpus
+    ]
 
 
-def gather_texts(model: Model, prepared: Prepared, plan: Plan, journal: Journal) -> Int32[np.ndarray, "N S"]:
-    """Texts that the target wrote, stored once in `plan.out`, and those of the data: the same when a run goes on."""
-    stored = plan.out / TEXTS
+def _texts(model: Model, prepared: Prepared, plan: Plan, journal: Journal, kind: int) -> Texts:
+    length = plan.length[kind]
+    stored, parts = plan.out / f"texts-{length}.npz", []
     if stored.is_file():
-        texts = np.load(stored)
-    else:
+        with np.load(stored) as file:
+            parts.append(Texts(file["ids"].astype(np.int32), file["begin"]))
+    elif plan.texts[kind]:
         started = time.monotonic()
-        prompts = prepared.mixed(np.random.default_rng(plan.seed), plan.texts, plan.prompt)
-        texts = write_texts(model, prompts, plan)
-        np.save(stored, texts)
-        journal.write("texts", rows=len(texts), tokens=int(texts.size), took=round(time.monotonic() - started, 1))
-    if not plan.corpus:
-        return texts
-    return np.concatenate([texts, prepared.texts(np.random.default_rng((plan.seed, 1)), plan.corpus, plan.length)])
+        parts.append(_written(model, prepared, plan, kind))
+        np.savez(stored, ids=parts[0].ids.astype(np.uint16), begin=parts[0].begin)
+        size, took = int(parts[0].ids.size), round(time.monotonic() - started, 1)
+        journal.write("texts", rows=len(parts[0].ids), length=length, tokens=size, took=took)
+    if plan.corpus:
+        ids = prepared.texts(np.random.default_rng((plan.seed, 1, length)), plan.corpus, length)
+        parts.append(Texts(ids, np.zeros(len(ids), np.int32)))
+    return join(parts)
+
+
+def _written(model: Model, prepared: Prepared, plan: Plan, kind: int) -> Texts:
+    length, total, parts = plan.length[kind], plan.texts[kind], []
+    for batch, first in enumerate(range(0, total, TOGETHER)):
+        seed = (plan.seed, length, batch)
+        begin = max(1, length // PROMPT_SHARES[batch % len(PROMPT_SHARES)])
+        prompts = prepared.texts(np.random.default_rng(seed), min(TOGETHER, total - first), begin)
+        noise = int(np.random.default_rng((*seed, 1)).integers(1 << 31))
+        parts.append(draft_texts.write(model, prompts, length, noise))
+    return join(parts)
 
 
 def run(
@@ -133,7 +147,7 @@ def run(
         step = int(state.step)
         left = None if plan.seconds is None else max(1.0, plan.seconds - (time.monotonic() - begin))
         recipe = dataclasses.replace(plan, seconds=left)
-        for state, result in draft_run.train(model, config, start, texts, recipe, plan.rows):
+        for state, result in draft_run.train(model, config, start, texts, recipe):
             step += 1
             if step % 20 == 0:
                 journal.write("step", step=step, total=plan.steps, **_figures(result))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +19,9 @@ from k3jax.dspark.tensors import draft_specs
 from k3jax.runtime import Model
 from k3jax.speculation.drafters import taps
 from k3jax.step import Graph
-from k3jax.train.draft_losses import DraftLosses, Text, losses
+from k3jax.train.draft_losses import DraftLosses, Objective, Text, losses
 from k3jax.train.draft_optimizer import draft_optimizer
+from k3jax.train.draft_texts import Texts
 from k3jax.train.optimizer import learning_rate
 
 CLIP = 1.0
@@ -43,10 +44,13 @@ class Recipe:
     seconds: float | None = None
     """Time of this run at which the schedule is at its end, if that comes before `steps`."""
     peak: float = 2e-3
+    rows: int = 16
+    """Texts per step, if they have the greatest length; as many times more of shorter ones."""
     anchors: int = 64
-    """Blocks per sequence."""
+    """Blocks per text of the greatest length; as many times fewer in shorter ones."""
     resident: bool = False
-    """Runs the target once over all texts and keeps what the draft reads on the device: 3.5 kB a token for nano."""
+    """Runs the target once over all texts and keeps what the draft reads on the device: 4 kB a token for nano."""
+    objective: Objective = dataclasses.field(default_factory=Objective)
     seed: int = 0
 
 
@@ -76,9 +80,10 @@ def read(graph: Graph, leaves: tuple[Array, ...], config: DSparkConfig, ids: Int
     return Text(ids, taps(output.trace, config), output.hidden)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "graph"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("config", "objective", "graph"), donate_argnames="state")
 def train_step(
     config: DSparkConfig,
+    objective: Objective,
     graph: Graph,
     leaves: tuple[Array, ...],
     state: DraftState,
@@ -92,7 +97,7 @@ def train_step(
 
     def loss(masters: params.Tree) -> tuple[Array, DraftLosses]:
         arrays = jax.tree.map(lambda master: master.astype(embedding.dtype), masters)
-        result = losses(DSpark(config, arrays), text, anchors, embedding, head)
+        result = losses(DSpark(config, arrays), text, anchors, embedding, head, objective)
         return result.loss, result
 
     gradient, result = jax.grad(loss, has_aux=True)(state.masters)
@@ -104,21 +109,16 @@ def train_step(
     return DraftState(state.step + 1, masters, moments), result
 
 
-def draw_anchors(rng: np.random.Generator, rows: int, size: int, count: int) -> Int32[np.ndarray, "B A"]:
-    """Distinct positions of each row, ascending, that have a token behind them."""
-    picks = [np.sort(rng.choice(size - 1, min(count, size - 1), replace=False)) for _ in range(rows)]
-    return np.stack(picks).astype(np.int32)
+def draw_anchors(
+    rng: np.random.Generator, begin: Int32[np.ndarray, " B"], size: int, count: int
+) -> Int32[np.ndarray, "B A"]:
+    """Distinct positions of each row, ascending, that have a token behind them.
 
-
-def _read(model: Model, config: DSparkConfig, texts: Int32[np.ndarray, "B S"]) -> Text:
-    return read(model.graph, model.leaves, config, jnp.asarray(texts, jnp.int32))
-
-
-def remember(model: Model, config: DSparkConfig, texts: Int32[np.ndarray, "N S"], rows: int) -> Text:
-    """What `read` gives for all texts, computed `rows` at a time."""
-    padded = np.concatenate([texts, texts[: -len(texts) % rows]])
-    parts = [_read(model, config, padded[i : i + rows]) for i in range(0, len(padded), rows)]
-    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays)[: len(texts)], *parts)
+    From the last of the prompt on, which ends at `begin`; from the prompt only where there are not enough of those.
+    """
+    place = np.arange(size - 1)[None]
+    order = rng.random((len(begin), size - 1)) + (place < begin[:, None] - 1)
+    return np.sort(np.argsort(order, axis=1)[:, :count], axis=1).astype(np.int32)
 
 
 @jax.jit
@@ -126,23 +126,71 @@ def _select(memory: Text, chosen: Int32[Array, " B"]) -> Text:
     return jax.tree.map(lambda array: array[chosen], memory)
 
 
+class Shelf:
+    """Texts of one length, and what the target makes of them."""
+
+    PARTS = 32
+    """Calls of `read` whose results are kept together: a step takes its texts from one such chunk."""
+
+    def __init__(self, model: Model, config: DSparkConfig, texts: Texts, recipe: Recipe, longest: int) -> None:
+        self._model, self._config, self.texts = model, config, texts
+        self._size = texts.ids.shape[1]
+        self._rows = recipe.rows * longest // self._size
+        self._anchors = max(1, recipe.anchors * self._size // longest)
+        self._memory = [self._remember(i) for i in self._firsts] if recipe.resident else []
+
+    @property
+    def tokens(self) -> int:
+        """Of all texts."""
+        return self.texts.ids.size
+
+    @property
+    def _firsts(self) -> range:
+        return range(0, len(self.texts.ids), self._rows * self.PARTS)
+
+    def _read(self, ids: Int32[np.ndarray, "B S"]) -> Text:
+        return read(self._model.graph, self._model.leaves, self._config, jnp.asarray(ids, jnp.int32))
+
+    def _remember(self, first: int) -> Text:
+        """What `read` gives for the chunk at `first`; waits for it, so that only one is joined at a time."""
+        ids = self.texts.ids[first : first + self._rows * self.PARTS]
+        padded = np.concatenate([ids, np.zeros((-len(ids) % self._rows, self._size), np.int32)])
+        parts = [self._read(padded[i : i + self._rows]) for i in range(0, len(padded), self._rows)]
+        return jax.block_until_ready(jax.tree.map(lambda *a: jnp.concatenate(a)[: len(ids)], *parts))
+
+    def batch(self, rng: np.random.Generator) -> tuple[Text, Int32[Array, "B A"]]:
+        """Random texts and anchors of a step."""
+        if self._memory:
+            sizes = np.array([len(chunk.ids) for chunk in self._memory])
+            chunk = int(rng.choice(len(sizes), p=sizes / sizes.sum()))
+            chosen = rng.integers(0, sizes[chunk], self._rows)
+            text = _select(self._memory[chunk], jnp.asarray(chosen, jnp.int32))
+            begin = self.texts.begin[self._firsts[chunk] + chosen]
+        else:
+            ids, begin = self.texts.take(rng.integers(0, len(self.texts.ids), self._rows))
+            text = self._read(ids)
+        return text, jnp.asarray(draw_anchors(rng, begin, self._size, self._anchors))
+
+
 def train(
-    model: Model, config: DSparkConfig, state: DraftState, texts: Int32[np.ndarray, "N S"], recipe: Recipe, rows: int
+    model: Model, config: DSparkConfig, state: DraftState, texts: Sequence[Texts], recipe: Recipe
 ) -> Iterator[tuple[DraftState, DraftLosses]]:
-    """Steps from `state` to `recipe.steps`; what a step draws depends on its number alone, so a run may resume."""
+    """Steps from `state` to `recipe.steps`, each on texts of one length.
+
+    What a step draws depends on its number alone, so a run may resume.
+    """
     begin = time.monotonic()
-    memory = jax.block_until_ready(remember(model, config, texts, rows)) if recipe.resident else None
+    longest = max(part.ids.shape[1] for part in texts)
+    shelves = [Shelf(model, config, part, recipe, longest) for part in texts]
+    share = np.array([shelf.tokens for shelf in shelves], np.float64)
     ready = time.monotonic()
     left = None if recipe.seconds is None else max(1e-3, recipe.seconds - (ready - begin))
     for step in range(int(state.step), recipe.steps):
-        share = (time.monotonic() - ready) / left if left else 0.0
-        place = max(step, int(share * recipe.steps))
+        place = max(step, int((time.monotonic() - ready) / left * recipe.steps) if left else 0)
         if place >= recipe.steps:
             return
         rng = np.random.default_rng((recipe.seed, step))
-        chosen = rng.integers(0, len(texts), rows)
-        text = _select(memory, jnp.asarray(chosen, jnp.int32)) if memory else _read(model, config, texts[chosen])
-        anchors = jnp.asarray(draw_anchors(rng, rows, texts.shape[1], recipe.anchors))
+        text, anchors = shelves[int(rng.choice(len(shelves), p=share / share.sum()))].batch(rng)
         rate = jnp.float32(learning_rate(place, recipe.steps, recipe.peak))
-        state, result = train_step(config, model.graph, model.leaves, state, text, anchors, rate)
+        state, result = train_step(config, recipe.objective, model.graph, model.leaves, state, text, anchors, rate)
         yield state, result

@@ -117,8 +117,10 @@ def _advance(
     """Commits a step's features, then drafts greedily. Donates the pools."""
     draft = nnx.merge(definition, arrays)
     pools = draft.extend(pools, features, rows)
-    block = draft.draft(pools, anchor, rows.advance(), **tables)
-    return pools, block, draft.sample(block, anchor, greedy)
+    # A step that commits nothing drafts all the same.
+    after = dataclasses.replace(rows.advance(), query_length=jnp.ones_like(rows.query_length))
+    block = draft.draft(pools, anchor, after, **tables)
+    return block.pools, block._replace(pools=()), draft.sample(block, anchor, greedy)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

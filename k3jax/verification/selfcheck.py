@@ -19,7 +19,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from k3jax.cache import LayerCache, Rows, layer_cache
-from k3jax.layers.mla import FEW_QUERIES
+from k3jax.layers.kda import Kda
+from k3jax.layers.mla import FEW_QUERIES, Mla
 from k3jax.layers.moe import LatentMoe
 from k3jax.runtime import Model
 from k3jax.states import as_float
@@ -87,8 +88,9 @@ def _rows(start: int | Array, count: int) -> Rows:
 
 
 def _attention(
-    model: Model, layer: int, module: nnx.Module, x: Float[Array, "1 T D"], size: int, what: str, tolerance: float
+    model: Model, layer: int, module: Kda | Mla, x: Float[Array, "1 T D"], size: int, what: str, tolerance: float
 ) -> Comparison:
+    module.axis = None  # on a mesh too it runs as one program over whole arrays
     graph, state = nnx.split(module)
     cache = layer_cache(model.config, layer, 2, 2, x.shape[1], model.dtype)
     ours = _pieces(graph, state, x, model.place(cache), size)

@@ -59,7 +59,8 @@ def summarize(
     implementation: Implementation = None,
 ) -> Summary:
     """Phase one: all `sites` pseudo-queries of a block over the block's frozen sources."""
-    return select(implementation, xla=xla.summarize)(sources, norms, queries, eps=eps)
+    run = select(implementation, mosaic=mosaic.summarize, xla=xla.summarize)
+    return run(sources, norms, queries, eps=eps)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "implementation"))

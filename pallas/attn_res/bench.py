@@ -3,16 +3,19 @@
 `python -m k3jax.bench kernels --op attn_res` asks for `gate()` and `measure()`.
 """
 
+import contextlib
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32
 
 from pallas import timing
 from pallas.attn_res import api, reference
-from pallas.attn_res.shapes import HIDDEN, MOST_SOURCES, PREFILL_TOKENS
+from pallas.attn_res.shapes import HIDDEN, MOST_SOURCES, PREFILL_TOKENS, SITES
 from pallas.benchmark import Check, Measurement, Peer, compiled, floor_us, measured_peer
 from pallas.dispatch import Implementation
 from pallas.peers import PeerProcess
@@ -20,7 +23,13 @@ from pallas.peers import PeerProcess
 __all__ = ["gate", "measure"]
 
 EPS = 1e-5
+FEW_TOKENS = 64
+PHASE_ONE = f"phase one of {SITES} reads, 8 sources, 1 token"
+SUMMARIES = 40
+"""First phases in one program."""
 FLA = "fla-core fused_attnres, without the addition"
+READY_SECONDS = 40.0
+"""What the peer may take longer than our own compilation."""
 
 
 class Line(NamedTuple):
@@ -62,7 +71,7 @@ def expected_read(prefix: Any, output: Any, sources: Any, norm: Any, query: Any,
 
 
 def cases() -> dict[str, tuple[Any, ...]]:
-    """Calls by name: random ones, equal scores, a source of zeros and one of huge norm; token counts of both kernels."""
+    """Calls by name: random ones, equal scores, sources of zeros and of huge norm; token counts of both kernels."""
     calls: dict[str, tuple[Any, ...]] = {}
     for tokens in (3, 130):
         for sources in (0, 3, MOST_SOURCES):
@@ -88,7 +97,19 @@ def gate(implementation: Implementation = None) -> list[Check]:
         actual, expected = (ready[f"{side} {name}"](*call) for side in sides)
         results.append(Check(f"{name}: prefix", float(jnp.any(actual.prefix != expected.prefix)), 0.0))
         results.append(Check(f"{name}: normed mix", timing.relative_rms(actual.normed, expected.normed), 2**-7))
-    return results
+    return [*results, *summary_checks(implementation)]
+
+
+def summary_checks(implementation: Implementation) -> Iterator[Check]:
+    """Phase one of all reads of a block for two tokens, then phase two, against reads in one phase."""
+    prefix, _, sources, *_ = arguments(2, MOST_SOURCES, seed=1)
+    rows = arguments(2 * SITES, 0)[0]
+    norms, queries = 1 + rows[:SITES] / 8, rows[SITES:] / jnp.bfloat16(HIDDEN**0.5)
+    summary = api.summarize(sources, norms, queries, eps=EPS, implementation=implementation)
+    for site in (0, SITES - 1):
+        actual = api.merge(summary, site, prefix, norms[site], queries[site], eps=EPS)
+        expected = reference.mix(sources, prefix, norms[site], queries[site], eps=EPS)
+        yield Check(f"two phases, read {site}", timing.relative_rms(actual, expected), 2**-7)
 
 
 def program(line: Line) -> Any:
@@ -101,13 +122,15 @@ def program(line: Line) -> Any:
             prefix, output = api.read(sources, prefix, output, *weights, eps=EPS, norm_eps=EPS)
         return prefix, output
 
-    return jax.jit(chain, donate_argnums=0)
+    # Few tokens keep their addresses, or captured graphs would be updated; many would be copied to keep them.
+    return jax.jit(chain, donate_argnums=(0,) if line.tokens <= FEW_TOKENS else ())
 
 
-def inputs(line: Line) -> tuple[Any, ...]:
-    """The arguments of a line's program."""
-    prefix, output, *rest = arguments(line.tokens, line.sources)
-    return (prefix, output), *rest
+def inputs(line: Line, vectors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a line's program, cut out of `arguments` of the largest call."""
+    prefix, output, sources, *weights = vectors
+    carry = tuple(jnp.copy(x[: line.tokens]) for x in (prefix, output))
+    return carry, tuple(x[: line.tokens] for x in sources[: line.sources]), *weights
 
 
 def lines() -> list[Line]:
@@ -115,11 +138,11 @@ def lines() -> list[Line]:
     speed = Peer("published: TokenSpeed, GB300", 3.67)
     return [
         # The long ones first: they bring the clocks up.
-        Line(PREFILL_TOKENS, MOST_SOURCES, 1, 386.0),
-        *(Line(PREFILL_TOKENS, sources, 1, None) for sources in reversed(range(MOST_SOURCES))),
+        Line(PREFILL_TOKENS, MOST_SOURCES, 6, 386.0),
+        *(Line(PREFILL_TOKENS, sources, 6, None) for sources in reversed(range(MOST_SOURCES))),
         Line(1, MOST_SOURCES, 120, 3.5, (speed,)),
         Line(8, MOST_SOURCES, 120, 4.0),
-        Line(64, MOST_SOURCES, 40, None),
+        Line(FEW_TOKENS, MOST_SOURCES, 40, None),
         Line(1, 1, 120, None),
     ]
 
@@ -127,18 +150,55 @@ def lines() -> list[Line]:
 def measure() -> Iterator[Measurement]:
     """Times every line on the present GPU, one by one, once all programs are compiled."""
     table = lines()
-    calls = {line: (line.sources + 1, line.tokens) for line in table}
-    with PeerProcess("pallas.attn_res.peers", list(calls.values())) as child:
-        programs: dict[str, tuple[Any, tuple]] = {}
+    calls = {line: (line.sources + 1, line.tokens) for line in table if line.goal is not None}
+    draw = jax.jit(partial(arguments, PREFILL_TOKENS, MOST_SOURCES))
+    shapes = jax.eval_shape(draw)
+    with contextlib.ExitStack() as stack:
+        # A process each: the peer tunes itself for half a minute for every number of tokens.
+        peers = {
+            line: stack.enter_context(PeerProcess("pallas.attn_res.peers", [call])) for line, call in calls.items()
+        }
+        programs = {line.name: (program(line), jax.eval_shape(partial(inputs, line), shapes)) for line in table}
+        programs[PHASE_ONE] = jax.jit(summaries), jax.eval_shape(summary_inputs, shapes)
+        ready = compiled({"draw": (draw, ()), **programs})
+        deadline = time.monotonic() + READY_SECONDS
+        for child in peers.values():
+            child.wait(max(0.0, deadline - time.monotonic()))
+        vectors = ready["draw"]()
+        times: dict[tuple[int, int], float] = {}
         for line in table:
-            programs[line.name] = program(line), jax.eval_shape(partial(inputs, line))
-            programs[f"inputs {line.name}"] = jax.jit(partial(inputs, line)), ()
-        ready = compiled(programs)
-        for line in table:
-            carry, *rest = ready[f"inputs {line.name}"]()
-            run, enqueued = ready[line.name], max(2, 12 // line.calls)
-            time = timing.median_call_us(
-                lambda carry, run=run, rest=rest: run(carry, *rest), carry, line.calls, enqueued=enqueued
+            carry, *rest = inputs(line, vectors)
+            run = ready[line.name]
+            times[line.tokens, line.sources] = measured = timing.median_call_us(
+                lambda carry, run=run, rest=rest: run(carry, *rest), carry, line.calls
             )
-            rival = measured_peer(FLA, partial(child.time, calls[line]))
-            yield Measurement(line.name, time, floor_us(line.moved), line.goal, (rival, *line.published))
+            rivals = (measured_peer(FLA, partial(peers[line].time, calls[line])),) if line in calls else ()
+            yield Measurement(line.name, measured, floor_us(line.moved), line.goal, (*rivals, *line.published))
+        saved = SITES * (times[1, MOST_SOURCES] - times[1, 1])
+        yield phase_one(ready[PHASE_ONE], vectors, saved)
+
+
+def summaries(
+    carry: jax.Array, sources: tuple[jax.Array, ...], norms: jax.Array, queries: jax.Array
+) -> Float32[Array, ""]:
+    """Chained first phases, with a small operation between two calls."""
+    for _ in range(SUMMARIES):
+        head = sources[0] + carry.astype(sources[0].dtype)
+        carry = api.summarize((head, *sources[1:]), norms, queries, eps=EPS).maximum[0, 0] * 0
+    return carry
+
+
+def summary_inputs(vectors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `summaries` for one token and all reads of a block."""
+    sources = vectors[2]
+    rows = sources[0][:SITES], sources[1][:SITES] / jnp.bfloat16(HIDDEN**0.5)
+    return jnp.float32(0), tuple(x[:1] for x in sources), *rows
+
+
+def phase_one(run: Any, vectors: tuple[Any, ...], saved: float) -> Measurement:
+    """What a first phase for all reads of a block costs, beside what shorter reads would save at most."""
+    carry, *rest = summary_inputs(vectors)
+    measured = timing.median_call_us(lambda carry: run(carry, *rest), carry, SUMMARIES, enqueued=8)
+    moved = 2.0 * HIDDEN * (MOST_SOURCES + 4 * SITES)
+    gain = Peer(f"what {SITES} reads of 2 vectors save against 9", saved)
+    return Measurement(PHASE_ONE, measured, floor_us(moved), None, (gain,))

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from pallas.attn_res import mosaic_read, mosaic_stream, xla
-from pallas.attn_res.types import Read
+from pallas.attn_res import mosaic_read, mosaic_stream, mosaic_summary, xla
+from pallas.attn_res.types import Read, Summary
 from pallas.dispatch import require_hopper
 
 
@@ -14,6 +14,12 @@ def read(*args: Any) -> Read:
     """`api.read`; refuses with `NotImplementedError` where the default device is not a Hopper GPU."""
     require_hopper("attn_res mosaic read")
     return differentiable_read(*args)
+
+
+def summarize(*args: Any, eps: float) -> Summary:
+    """`api.summarize`; refuses as `read` does."""
+    require_hopper("attn_res mosaic summary")
+    return mosaic_summary.summarize(*args, eps)
 
 
 FEW_TOKENS = 64

@@ -5,6 +5,7 @@ token of a head is one contiguous block and tensor parallelism splits the head a
 `implementation`: None (best for the device), "xla" or "mosaic"; a named one never falls back.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -48,6 +49,31 @@ def prefill(
     check_bound(lower_bound)
     args = (qkvz, decay_logits, beta_logits, weights, state, window, length, boundaries, lower_bound, norm_eps)
     return select(implementation, mosaic=mosaic.prefill, xla=xla.prefill)(*args)
+
+
+@partial(jax.jit, static_argnames=("lower_bound", "norm_eps", "implementation"))
+def prefill_packed(
+    qkvz: Float[Array, "T H 4 D"],
+    decay_logits: Float[Array, "T H D"],
+    beta_logits: Float[Array, "T H"],
+    weights: KdaWeights,
+    state: Float32[Array, "R H D D"],
+    window: Float[Array, "R 3 H 3 D"],
+    start: Int32[Array, "R"],
+    length: Int32[Array, "R"],
+    *,
+    lower_bound: float = -5.0,
+    norm_eps: float = 1e-5,
+    implementation: Implementation = None,
+) -> Prefill:
+    """`prefill` of rows of different lengths that lie one after another, without boundaries and gradients.
+
+    Row r's tokens are `start[r]` to `start[r] + length[r]`; starts ascend from 0 in multiples of 64, which is what a
+    row's last block is filled up to. What lies between rows changes nothing and gets output 0.
+    """
+    check_bound(lower_bound)
+    args = (qkvz, decay_logits, beta_logits, weights, state, window, start, length, lower_bound, norm_eps)
+    return select(implementation, mosaic=mosaic.prefill_packed, xla=xla.prefill_packed)(*args)
 
 
 @partial(jax.jit, static_argnames=("lower_bound", "norm_eps"))
@@ -137,6 +163,24 @@ def commit(
     """
     args = (records, qkvz, state_pool, window_pool, slot, accepted)
     return select(implementation, mosaic=mosaic.commit, xla=xla.commit)(*args)
+
+
+@partial(jax.jit, static_argnames=("implementation",))
+def commit_layers(
+    records: Sequence[Records],
+    qkvz: Sequence[Float[Array, "B W H 4 D"]],
+    pools: Sequence[Pools],
+    slot: Int32[Array, "B"],
+    accepted: Int32[Array, "B"],
+    *,
+    implementation: Implementation = None,
+) -> list[Pools]:
+    """`commit` of several layers of equal shapes at once: on a GPU, a launch a layer would cost most of the time.
+
+    Item n of each sequence is layer n's; the slots and accepted counts are those of the step, the same for all.
+    """
+    args = (records, qkvz, pools, slot, accepted)
+    return select(implementation, mosaic=mosaic.commit_layers, xla=xla.commit_layers)(*args)
 
 
 @partial(jax.jit, static_argnames=("lower_bound", "implementation"))

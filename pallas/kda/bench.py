@@ -18,12 +18,12 @@ from pallas.kda import api, peers
 from pallas.kda import gate as gate_module
 from pallas.kda.gate import Call, random_call
 from pallas.kda.shapes import HEAD_DIM, HEADS, LAYERS, PREFILL_TOKENS, RANK_HEADS, VERIFY_TOKENS
-from pallas.kda.types import KdaWeights, Prefill
+from pallas.kda.types import KdaWeights, Pools, Prefill
 
 __all__ = ["gate", "measure"]
 
-BEYOND_CACHE = 150e6
-"""Bytes of state that a chain of calls walks over: several times what the L2 cache holds."""
+BEYOND_CACHE = 110e6
+"""Bytes of state that a chain of calls walks over: twice what the L2 cache holds."""
 TUNING_SECONDS = 12.0
 """How long the table waits for fla's tuning once our own programs are compiled."""
 FLA = "fla-core, recurrence and gate alone"
@@ -117,10 +117,10 @@ def commit_line(heads: int, layers: int, goal: float | None, published: Peer) ->
     turns = max(2, round(BEYOND_CACHE / layers / state_bytes(1, heads)))
     length = jnp.full(1, VERIFY_TOKENS, jnp.int32)
 
-    def chain(pools: list[tuple], records: list[tuple]) -> list[tuple]:
+    def chain(pools: list[Pools], records: list[tuple]) -> list[Pools]:
         for turn in range(turns):
             slot = jnp.full(1, turn + 1, jnp.int32)
-            pools = [tuple(api.commit(*record, *pool, slot, length)) for record, pool in zip(records, pools)]
+            pools = api.commit_layers(*zip(*records), pools, slot, length)
         return pools
 
     def arguments(slow: bool) -> tuple:
@@ -129,7 +129,7 @@ def commit_line(heads: int, layers: int, goal: float | None, published: Peer) ->
         verified = api.verify(*call.tokens, call.weights, *pools, jnp.ones(1, jnp.int32), length)
         own = lambda x: jnp.copy(x)  # noqa: E731
         records = [jax.tree.map(own, (verified.records, call.tokens[0])) for _ in range(layers)]
-        return [pools_of(call, turns + 1) for _ in range(layers)], records
+        return [Pools(*pools_of(call, turns + 1)) for _ in range(layers)], records
 
     where = "one layer" if layers == 1 else f"{layers} layers"
     return Line(

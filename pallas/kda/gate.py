@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from pallas import timing
 from pallas.benchmark import Check
 from pallas.dispatch import Implementation
-from pallas.kda import api, mosaic_decode, mosaic_prefill, mosaic_verify
-from pallas.kda.shapes import HEAD_DIM, HEADS, VERIFY_TOKENS
+from pallas.kda import api, mosaic_commit, mosaic_decode_cluster, mosaic_prefill, mosaic_verify_cluster
+from pallas.kda.shapes import HEAD_DIM, HEADS, RANK_HEADS, VERIFY_TOKENS
 from pallas.kda.types import KdaWeights
 
 BOUND = 1e-2
@@ -62,9 +62,9 @@ def ops_of(implementation: Implementation) -> Ops:
         emulation, scalars = plgpu.InterpretGPUParams(), (-5.0, 1e-5)
         return Ops(
             lambda *args: mosaic_prefill.prefill(*args, *scalars, emulation),
-            lambda *args: mosaic_decode.decode(*args, *scalars, emulation),
-            lambda *args: mosaic_verify.verify(*args, *scalars, emulation),
-            lambda *args: mosaic_verify.commit(*args, emulation),
+            lambda *args: mosaic_decode_cluster.decode(*args, *scalars, emulation),
+            lambda *args: mosaic_verify_cluster.verify(*args, *scalars, emulation),
+            lambda *args: mosaic_commit.commit(*args, emulation),
         )
     named = {"implementation": implementation}
     return Ops(
@@ -119,27 +119,42 @@ def recurrent(*args: jax.Array) -> api.Prefill:
     return api.recurrent(*args[:-1], boundaries=args[-1])
 
 
-def sizes() -> tuple[int, int, int]:
-    """Heads, prefilled tokens and verified tokens: one small head and few tokens where there is no GPU."""
-    return (HEADS, 1000, VERIFY_TOKENS) if jax.default_backend() == "gpu" else (1, 60, 3)
+class Sizes(NamedTuple):
+    """Heads and tokens of the prefill, the heads of the decodes, and tokens verified at once."""
+
+    heads: int
+    length: int
+    decoded: tuple[int, ...]
+    width: int
+
+
+def sizes() -> Sizes:
+    """One small head and few tokens where there is no GPU; on one, decodes of many heads and of few: other kernels."""
+    if jax.default_backend() == "gpu":
+        return Sizes(HEADS, 1000, (HEADS, RANK_HEADS), VERIFY_TOKENS)
+    return Sizes(1, 60, (1,), 4)
 
 
 def programs(implementation: Implementation) -> dict[str, tuple]:
     """What `checks` runs, to be compiled."""
-    heads, length, width = sizes()
-    ops, case = ops_of(implementation), jax.eval_shape(verify_arguments, heads, width)
+    of, ops = sizes(), ops_of(implementation)
+    prefilled = jax.eval_shape(prefill_arguments, of.heads, of.length, False)
+    made = {"prefill": (jax.jit(ops.prefill), prefilled), "recurrent": (jax.jit(recurrent), prefilled)}
+    for heads in of.decoded:
+        made |= {f"{name} {heads}": program for name, program in token_programs(ops, heads, of.width).items()}
+    return made
+
+
+def token_programs(ops: Ops, heads: int, width: int) -> dict[str, tuple]:
+    """Verify, decode, commit, and the token-by-token form that they are held against."""
+    case = jax.eval_shape(verify_arguments, heads, width)
     tokens, weights, pools = case.call.tokens, case.call.weights, case.pools
     first = tuple(jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype) for x in tokens)
-    prefilled = jax.eval_shape(prefill_arguments, heads, length, False)
+    fresh = jax.ShapeDtypeStruct(case.slot.shape, bool)
     records = jax.eval_shape(ops.verify, *tokens, weights, *pools, case.slot, case.length).records
     return {
-        "prefill": (jax.jit(ops.prefill), prefilled),
-        "recurrent": (jax.jit(recurrent), prefilled),
         "verify": (jax.jit(ops.verify), (*tokens, weights, *pools, case.slot, case.length)),
-        "decode": (
-            jax.jit(ops.decode),
-            (*first, weights, *pools, case.slot, jax.ShapeDtypeStruct(case.slot.shape, bool)),
-        ),
+        "decode": (jax.jit(ops.decode), (*first, weights, *pools, case.slot, fresh)),
         "commit": (jax.jit(ops.commit), (records, tokens[0], *pools, case.slot, case.accepted)),
         "short": (jax.jit(api.recurrent), (*tokens, weights, case.call.state, case.call.window, case.length)),
     }
@@ -147,9 +162,13 @@ def programs(implementation: Implementation) -> dict[str, tuple]:
 
 def checks(run: dict[str, Callable]) -> list[Check]:
     """Every check, on compiled `programs`."""
-    heads, length, width = sizes()
-    case = verify_arguments(heads, width)
-    return [*prefill_checks(run["prefill"], run["recurrent"], heads, length), *decode_checks(run, case)]
+    of = sizes()
+    found = list(prefill_checks(run["prefill"], run["recurrent"], of.heads, of.length))
+    for heads in of.decoded:
+        ops = {name: run[f"{name} {heads}"] for name in ("verify", "decode", "commit", "short")}
+        for check in decode_checks(ops, verify_arguments(heads, of.width)):
+            found.append(check._replace(name=f"{check.name}, {heads} heads"))
+    return found
 
 
 def decode_checks(run: dict[str, Callable], case: Verified) -> Iterator[Check]:

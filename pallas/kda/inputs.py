@@ -87,3 +87,14 @@ def window_at(
     rows = jnp.concatenate([window.astype(raw.dtype), raw], axis=1)
     index = jnp.stack([position + offset for offset in range(WINDOW)], axis=-1)
     return jax.vmap(lambda row, at: row[at])(rows, index)
+
+
+def packed_windows(
+    raw: Float[Array, "T H 3 D"], window: Float[Array, "R 3 H 3 D"], start: Int32[Array, "R"], length: Int32[Array, "R"]
+) -> Float[Array, "R 3 H 3 D"]:
+    """The windows after rows of `length` tokens that start at `start` of one line: `window_at` for packed rows."""
+    offset = jnp.arange(WINDOW, dtype=jnp.int32)[None]
+    within = length[:, None] - WINDOW + offset
+    new = raw[jnp.clip(start[:, None] + within, 0, raw.shape[0] - 1)]
+    old = jax.vmap(lambda row, at: row[at])(window.astype(raw.dtype), jnp.minimum(length[:, None] + offset, WINDOW - 1))
+    return jnp.where((within >= 0)[:, :, None, None, None], new, old)

@@ -7,8 +7,20 @@ from typing import Any
 import jax
 
 from pallas.dispatch import require_hopper
-from pallas.kda import mosaic_decode, mosaic_prefill, mosaic_verify, xla
-from pallas.kda.types import Prefill
+from pallas.kda import (
+    mosaic_commit,
+    mosaic_decode,
+    mosaic_decode_cluster,
+    mosaic_prefill,
+    mosaic_verify,
+    mosaic_verify_cluster,
+    xla,
+)
+from pallas.kda.mosaic_cluster import pays
+from pallas.kda.mosaic_decode import require_supported
+from pallas.kda.mosaic_token import ROWS
+from pallas.kda.mosaic_verify import require_tokens
+from pallas.kda.types import Decode, Prefill, Verify
 
 
 def on_gpu(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +54,26 @@ def differentiable(kernel: Callable[..., Prefill]) -> Callable[..., Prefill]:
 
 
 prefill = on_gpu("kda mosaic prefill", differentiable(mosaic_prefill.prefill))
-decode = on_gpu("kda mosaic decode", mosaic_decode.decode)
-verify = on_gpu("kda mosaic verify", mosaic_verify.verify)
-commit = on_gpu("kda mosaic commit", mosaic_verify.commit)
+prefill_packed = on_gpu("kda mosaic prefill", mosaic_prefill.prefill_packed)
+
+
+def decode_by_size(*args: Any) -> Decode:
+    """Few heads as clusters of blocks, many as a walk of one block a multiprocessor over them."""
+    require_supported(args[0].shape[-1], args[0].dtype)
+    items = args[0].shape[0] * args[0].shape[1]
+    return (mosaic_decode_cluster if pays(items) else mosaic_decode).decode(*args)
+
+
+def verify_by_size(*args: Any) -> Verify:
+    """Few heads as clusters of blocks, many as a block each; a cluster wants four tokens."""
+    rows, tokens, heads, _, channels = args[0].shape
+    require_supported(channels, args[0].dtype)
+    require_tokens(tokens)
+    return (mosaic_verify_cluster if tokens >= ROWS and pays(rows * heads) else mosaic_verify).verify(*args)
+
+
+decode = on_gpu("kda mosaic decode", decode_by_size)
+verify = on_gpu("kda mosaic verify", verify_by_size)
+commit = on_gpu("kda mosaic commit", mosaic_commit.commit)
+commit_layers = on_gpu("kda mosaic commit", mosaic_commit.commit_layers)
 affine = on_gpu("kda mosaic affine", mosaic_prefill.affine)

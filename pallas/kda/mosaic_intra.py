@@ -220,19 +220,47 @@ def emulated_solve(solved: Any, side: jax.Array) -> None:
     solved[side, pl_ds(0, BLOCK), :] = lax.fori_loop(1, CHUNK, substitute, start).reshape(BLOCK, CHUNK)
 
 
-def fetch_raw(
-    qkvz: Any, window: Any, plane: int, raw: Any, ready: Any, row: jax.Array, head: jax.Array, start: jax.Array
-) -> None:
+class Place(NamedTuple):
+    """Where a piece of 64 tokens lies: from `start` on in line `line` of the arrays of tokens."""
+
+    side: jax.Array
+    row: jax.Array
+    head: jax.Array
+    line: jax.Array | int
+    start: jax.Array
+    is_first: jax.Array
+    length: jax.Array
+    """Valid tokens from there on; none beyond the last piece."""
+
+
+class Packing(NamedTuple):
+    """Rows one after another in one line of tokens, each from a multiple of 64 on."""
+
+    start: Int32[Array, "R+1"]
+    """Where each row starts, and the line's end."""
+    row: Int32[Array, "T//64"]
+    """The row of each block."""
+
+
+def packing(start: Int32[Array, "R"], tokens: int) -> Packing:
+    """The packing of rows that start at ascending multiples of 64, the first at 0."""
+    blocks = jnp.arange(0, tokens, BLOCK, dtype=jnp.int32)
+    row = jnp.sum(blocks[:, None] >= start[None], axis=1, dtype=jnp.int32) - 1
+    return Packing(jnp.append(start, jnp.int32(tokens)), row)
+
+
+def fetch_raw(qkvz: Any, window: Any, plane: int, raw: Any, ready: Any, at: "Place") -> None:
     """Starts the copies of q, k or v of the block and of the three tokens before it (2 arrivals)."""
-    plgpu.copy_gmem_to_smem(qkvz.at[row, pl.ds(start, BLOCK), head, plane], raw.at[pl_ds(3, BLOCK)], ready)
+    plgpu.copy_gmem_to_smem(qkvz.at[at.line, pl.ds(at.start, BLOCK), at.head, plane], raw.at[pl_ds(3, BLOCK)], ready)
 
-    @pl.when(start == 0)
+    @pl.when(at.is_first)
     def _first() -> None:
-        plgpu.copy_gmem_to_smem(window.at[row, :, head, plane], raw.at[pl_ds(0, 3)], ready)
+        plgpu.copy_gmem_to_smem(window.at[at.row, :, at.head, plane], raw.at[pl_ds(0, 3)], ready)
 
-    @pl.when(start > 0)
+    @pl.when(jnp.logical_not(at.is_first))
     def _later() -> None:
-        plgpu.copy_gmem_to_smem(qkvz.at[row, pl.ds(start - 3, 3), head, plane], raw.at[pl_ds(0, 3)], ready)
+        before = qkvz.at[at.line, pl.ds(at.start - 3, 3), at.head, plane]
+        plgpu.copy_gmem_to_smem(before, raw.at[pl_ds(0, 3)], ready)
 
 
 def clear_beyond(raw: Any, length: jax.Array) -> None:
@@ -279,17 +307,22 @@ def intra(
     decay_logits: Float[Array, "B T H D"],
     beta_logits: Float[Array, "B T H"],
     weights: KdaWeights,
-    window: Float[Array, "B 3 H 3 D"],
-    length: Int32[Array, "B"],
+    window: Float[Array, "R 3 H 3 D"],
+    length: Int32[Array, "R"],
     lower_bound: float,
     interpret: Any = None,
+    packed: Packing | None = None,
 ) -> Operands:
-    """Operands of every chunk; T must be a multiple of 64. Chunks past a row's length are left unwritten."""
-    rows, tokens, heads, _, channels = qkvz.shape
+    """Operands of every chunk; T must be a multiple of 64. Chunks past a row's length are left unwritten.
+
+    B and R are both the number of rows; with `packed`, B is 1.
+    """
+    lines, tokens, heads, _, channels = qkvz.shape
 
     product, invert = (tensor_core_product, solve) if interpret is None else (emulated_product, emulated_solve)
 
     def body(qkvz, decay, beta, conv, a_log, dt_bias, _norm, window, lengths, signs, sides, *refs: Any):
+        (starts, row_of), refs = (refs[:2], refs[2:]) if packed is not None else ((None, None), refs)
         query_out, pull_out, push_out, key_out, inverse_out, attention_out, total_out = refs[:7]
         queries, keys, columns, first, second, raw_values, third, betas = refs[7:15]
         (raw_queries, high), (raw_keys, low, solved), (differences, squares) = first, second, third
@@ -297,44 +330,51 @@ def intra(
         group = lax.axis_index("group")
         part = group % 2
 
-        def place(turn: jax.Array) -> tuple[jax.Array, ...]:
-            """(side, row, head, first token, valid tokens from there on) of a turn; none beyond the last piece."""
+        def place(turn: jax.Array) -> Place:
             # Read in every turn, so that no address that depends on it stays in a register from turn to turn.
             side = sides[group // 2]
             index = SIDES * (lax.axis_index("workers") + turn * workers) + side
             # Heads side by side: they share the pages of memory that a block's tokens lie in.
             head, rest = index % heads, index // heads
-            row, start = jnp.minimum(rest // blocks, rows - 1), rest % blocks * BLOCK
-            return side, row, head, start, jnp.where(index < pieces, lengths[row] - start, 0)
+            if packed is None:
+                row, start = jnp.minimum(rest // blocks, lines - 1), rest % blocks * BLOCK
+                line, within = row, start
+            else:
+                block = jnp.minimum(rest, blocks - 1)
+                row, line, start = row_of[block], 0, block * BLOCK
+                within = start - starts[row]
+            return Place(side, row, head, line, start, within == 0, jnp.where(index < pieces, lengths[row] - within, 0))
 
-        def fetch(plane: int, side: jax.Array, row: jax.Array, head: jax.Array, start: jax.Array, length) -> None:
+        def fetch(plane: int, at: Place) -> None:
             """Starts the copies of q or k, or with v those of the logits and the signs as well."""
 
-            @pl.when((length > 0) & (part == plane % 2))
+            @pl.when((at.length > 0) & (part == plane % 2))
             def _fetch() -> None:
-                ready = readies[plane].at[side]
-                fetch_raw(qkvz, window, plane, raws[plane].at[side], ready, row, head, start)
+                ready = readies[plane].at[at.side]
+                fetch_raw(qkvz, window, plane, raws[plane].at[at.side], ready, at)
                 if plane == 2:
-                    plgpu.copy_gmem_to_smem(decay.at[row, pl.ds(start, BLOCK), head], columns.at[side], ready)
-                    plgpu.copy_gmem_to_smem(signs, differences.at[side], ready)
+                    logits = decay.at[at.line, pl.ds(at.start, BLOCK), at.head]
+                    plgpu.copy_gmem_to_smem(logits, columns.at[at.side], ready)
+                    plgpu.copy_gmem_to_smem(signs, differences.at[at.side], ready)
 
         def block(turn: jax.Array, _: None) -> None:
             here = place(turn)
-            pl.when(here[-1] > 0)(lambda: work(turn, *here))
+            pl.when(here.length > 0)(lambda: work(turn, here))
 
-            @pl.when(here[-1] <= 0)
+            @pl.when(here.length <= 0)
             def _idle() -> None:
                 for plane in range(3):
-                    fetch(plane, *place(turn + 1))
+                    fetch(plane, place(turn + 1))
 
-        def work(turn: jax.Array, side: jax.Array, row: jax.Array, head: jax.Array, start: jax.Array, length) -> None:
+        def work(turn: jax.Array, here: Place) -> None:
+            side, _, head, line, start, _, length = here
             query, key, column, beta_buffer = (x.at[side] for x in (queries, keys, columns, betas))
             raw = [x.at[side] for x in raws]
             meeting = [x.at[side] for x in met]
-            there = (row, head, pl.ds(start, BLOCK))
+            there = (line, head, pl.ds(start, BLOCK))
             taps = [load_taps(conv, head, plane) for plane in range(2)]
             beta_logits = plgpu.load(
-                beta.at[row, pl.ds(start, BLOCK), head], layout=PRODUCT.reduce(1), optimized=False
+                beta.at[line, pl.ds(start, BLOCK), head], layout=PRODUCT.reduce(1), optimized=False
             ).astype(jnp.float32)
             speed = 0.5 * jnp.exp(a_log[head])
             bias = plgpu.load(dt_bias.at[head], layout=COLUMN_LAYOUT.reduce(0), optimized=False) * speed
@@ -349,7 +389,7 @@ def intra(
             plgpu.barrier_wait(readies[2].at[side])
             pl.when(part == 0)(lambda: clear_beyond(raw[2], length))
             meet(meeting[0])
-            totals = total_out.at[row, head, pl.ds(start // TILE, BLOCK // TILE)]
+            totals = total_out.at[line, head, pl.ds(start // TILE, BLOCK // TILE)]
             gates = high.at[side, pl_ds(0, BLOCK)], low.at[side, pl_ds(0, BLOCK)]
             over_tiles(few, own, gate_rows(column, speed, bias, lower_bound, length, gates, totals))
             meet(meeting[1])
@@ -368,7 +408,7 @@ def intra(
 
             @pl.when(part == 0)
             def _values() -> None:
-                fetch(0, *place(turn + 1))
+                fetch(0, place(turn + 1))
                 for source, target in zip((query, key, column), (query_out, pull_out, key_out)):
                     plgpu.copy_smem_to_gmem(source, target.at[there])
                 attention = own_columns(product((BLOCK, BLOCK), (query, column.transpose((1, 0)))))
@@ -394,23 +434,23 @@ def intra(
                 inverse = plgpu.load(solved.at[side, pl_ds(0, BLOCK)], layout=PRODUCT, optimized=False)
                 square[...] = inverse.astype(square.dtype)
                 plgpu.commit_smem()
-                fetch(1, *place(turn + 1))
+                fetch(1, place(turn + 1))
                 plgpu.copy_smem_to_gmem(square, inverse_out.at[there])
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             meet(meeting[3])
-            fetch(2, *place(turn + 1))
+            fetch(2, place(turn + 1))
 
         for plane in range(3):
-            fetch(plane, *place(jnp.int32(0)))
+            fetch(plane, place(jnp.int32(0)))
         lax.fori_loop(0, -(-pieces // (SIDES * workers)), block, None)
 
     blocks = tokens // BLOCK
-    pieces = rows * heads * blocks
+    pieces = lines * heads * blocks
     workers = min(MULTIPROCESSORS, -(-pieces // SIDES))
-    wide = jax.ShapeDtypeStruct((rows, heads, tokens, channels), jnp.bfloat16)
-    square = jax.ShapeDtypeStruct((rows, heads, tokens, CHUNK), jnp.bfloat16)
-    total = jax.ShapeDtypeStruct((rows, heads, tokens // TILE, channels), jnp.float32)
+    wide = jax.ShapeDtypeStruct((lines, heads, tokens, channels), jnp.bfloat16)
+    square = jax.ShapeDtypeStruct((lines, heads, tokens, CHUNK), jnp.bfloat16)
+    total = jax.ShapeDtypeStruct((lines, heads, tokens // TILE, channels), jnp.float32)
     tile = plgpu.SMEM((SIDES, BLOCK, channels), jnp.bfloat16, transforms=WIDE)
 
     def raw(padded: int) -> Any:
@@ -455,5 +495,6 @@ def intra(
         length,
         jnp.asarray(difference_matrix(), jnp.bfloat16),
         jnp.arange(2, dtype=jnp.int32),
+        *(() if packed is None else packed),
     )
     return Operands(*outputs)

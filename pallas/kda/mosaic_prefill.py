@@ -12,10 +12,10 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas.kda.chunked import chunked
-from pallas.kda.inputs import token_inputs, window_at
+from pallas.kda.inputs import packed_windows, token_inputs, window_at
 from pallas.kda.mosaic_affine import LOCAL, TRANSITION, segment_maps, start_states
 from pallas.kda.mosaic_decode import require_supported
-from pallas.kda.mosaic_intra import BLOCK, CHUNK, intra
+from pallas.kda.mosaic_intra import BLOCK, CHUNK, intra, packing
 from pallas.kda.mosaic_state import recur
 from pallas.kda.mosaic_token import MULTIPROCESSORS
 from pallas.kda.types import Affine, KdaWeights, Prefill
@@ -107,6 +107,31 @@ def prefill(
         return Prefill(output[:, :tokens], final, last, None, None)
     states = replay(padded, weights, window, captured, position, lower_bound)
     return Prefill(output[:, :tokens], final, last, states, window_at(raw, window, position))
+
+
+def prefill_packed(
+    qkvz: Float[Array, "T H 4 D"],
+    decay_logits: Float[Array, "T H D"],
+    beta_logits: Float[Array, "T H"],
+    weights: KdaWeights,
+    state: Float32[Array, "R H D D"],
+    window: Float[Array, "R 3 H 3 D"],
+    start: Int32[Array, "R"],
+    length: Int32[Array, "R"],
+    lower_bound: float,
+    norm_eps: float,
+    interpret: Any = None,
+) -> Prefill:
+    """`api.prefill_packed`: the same kernels, whose pieces find their row in a table."""
+    require_prefill(qkvz.shape[-1], qkvz.dtype, lower_bound)
+    tokens = qkvz.shape[0]
+    line = tuple(pad_tokens(x[None]) for x in (qkvz, decay_logits, beta_logits))
+    packed = packing(start, line[0].shape[1])
+    operands = intra(*line, weights, window, length, lower_bound, interpret, packed)
+    turned, home = jnp.swapaxes(state, -1, -2)[:, None], jnp.full((len(start), 1), -1, jnp.int32)
+    output, final, _ = recur(operands, line[0], weights.norm, turned, length, home, norm_eps, interpret, packed)
+    last = packed_windows(qkvz[..., :3, :], window, start, length)
+    return Prefill(output[0, :tokens], jnp.swapaxes(final, -1, -2), last, None, None)
 
 
 def affine(

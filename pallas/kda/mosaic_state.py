@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas.kda.mosaic_intra import BLOCK, CHUNK, NARROW, PRODUCT, WIDE, Operands, over_columns, over_rows
+from pallas.kda.mosaic_intra import BLOCK, CHUNK, NARROW, PRODUCT, WIDE, Operands, Packing, over_columns, over_rows
 from pallas.kda.mosaic_token import CHANNELS, pl_ds
 
 SIDE = CHANNELS // 2
@@ -80,7 +80,9 @@ def emulated_advance(
     return after, dot(operand, query.T) + dot(written, attention.T)
 
 
-def fetch_chunk(operands: tuple, stage: tuple, ready: Any, row: jax.Array, head: jax.Array, chunk: jax.Array) -> None:
+def fetch_chunk(
+    operands: tuple, stage: tuple, ready: Any, row: jax.Array | int, head: jax.Array, chunk: jax.Array
+) -> None:
     """Starts the copies of a chunk's operands (`COPIES` arrivals)."""
     query, pull, push, key, inverse, attention, total = operands
     tokens = pl.ds(chunk * CHUNK, CHUNK)
@@ -129,19 +131,21 @@ def recur(
     operands: Operands,
     qkvz: Float[Array, "B T H 4 D"],
     norm: Float32[Array, "D"],
-    state: Float32[Array, "B P H D D"],
-    length: Int32[Array, "B"],
-    home: Int32[Array, "B N"],
+    state: Float32[Array, "R P H D D"],
+    length: Int32[Array, "R"],
+    home: Int32[Array, "R N"],
     norm_eps: float,
     interpret: Any = None,
+    packed: Packing | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(output [B, T, H, D], final state, states at the start of chunk `home`), states transposed to [value, key].
 
     `state` holds the state before each of P segments of `segment_chunks` chunks, which run at the same time. `home`
-    past the last chunk captures the final state. T is a multiple of the block of 64.
+    past the last chunk captures the final state. T is a multiple of the block of 64. B and R are both the number
+    of rows; with `packed`, B and P are 1.
     """
-    rows, tokens, heads, _, channels = qkvz.shape
-    segments, captures = state.shape[1], home.shape[1]
+    lines, tokens, heads, _, channels = qkvz.shape
+    rows, segments, captures = *state.shape[:2], home.shape[1]
     most = segment_chunks(tokens, segments)
     step: Callable = advance if interpret is None else emulated_advance
 
@@ -158,26 +162,21 @@ def recur(
         state_in,
         lengths,
         home,
-        output,
-        state_out,
-        captured,
-        queries,
-        pulls,
-        pushes,
-        keys,
-        inverses,
-        attentions,
-        totals,
-        readings,
-        full,
-        read,
-        drained,
+        *refs: Any,
     ):
+        (starts,), refs = (refs[:1], refs[1:]) if packed is not None else ((None,), refs)
+        output, state_out, captured, queries, pulls, pushes, keys, inverses, attentions, totals = refs[:10]
+        readings, full, read, drained = refs[10:]
         head, group = lax.axis_index("heads"), lax.axis_index("group")
         row, segment = lax.axis_index("pieces") // segments, lax.axis_index("pieces") % segments
         length, first = lengths[row], segment * most
         total_chunks = (length + CHUNK - 1) // CHUNK
         chunks = jnp.clip(total_chunks - first, 0, most)
+        # Where the segment lies among the tokens: a line a row, or all rows in one.
+        if packed is None:
+            line, origin, until = row, first, tokens // CHUNK - first
+        else:
+            line, origin, until = 0, starts[row] // CHUNK, (starts[row + 1] - starts[row]) // CHUNK
         is_last = (jnp.maximum(total_chunks, 1) > first) & (total_chunks <= first + most)
         ring = (queries, pulls, pushes, keys, inverses, attentions, totals)
         sources = (query, pull, push, key, inverse, attention, total)
@@ -243,7 +242,7 @@ def recur(
 
             def fetch(chunk: jax.Array) -> None:
                 slot = chunk % STAGES
-                fetch_chunk(sources, tuple(x.at[slot] for x in ring), full.at[slot], row, head, first + chunk)
+                fetch_chunk(sources, tuple(x.at[slot] for x in ring), full.at[slot], line, head, origin + chunk)
 
             for chunk in range(STAGES):
                 pl.when((parity == 0) & (chunk < chunks))(lambda: fetch(jnp.int32(chunk)))
@@ -253,9 +252,9 @@ def recur(
 
             def serve(turn: jax.Array, _: None) -> None:
                 chunk = 2 * turn + parity
-                there = pl.ds((first + chunk) * CHUNK, CHUNK)
+                there = pl.ds((origin + chunk) * CHUNK, CHUNK)
                 gates = [
-                    plgpu.load(qkvz.at[row, there, head, 3, side], layout=OUTPUT_LAYOUT, optimized=False)
+                    plgpu.load(qkvz.at[line, there, head, 3, side], layout=OUTPUT_LAYOUT, optimized=False)
                     for side in sides
                 ]
                 plgpu.barrier_wait(read.at[parity])
@@ -266,24 +265,24 @@ def recur(
                 plgpu.barrier_arrive(drained.at[parity])
                 results = gated_output(halves, gates, norms, norm_eps, token < length - (first + chunk) * CHUNK)
                 for side, result in zip(sides, results):
-                    output[row, there, head, side] = result
+                    output[line, there, head, side] = result
 
             def clear(turn: jax.Array, _: None) -> None:
-                there = pl.ds((first + 2 * turn + parity) * CHUNK, CHUNK)
+                there = pl.ds((origin + 2 * turn + parity) * CHUNK, CHUNK)
                 for side in sides:
                     zeros = plgpu.layout_cast(jnp.zeros((CHUNK, SIDE), jnp.bfloat16), OUTPUT_LAYOUT)
-                    output[row, there, head, side] = zeros
+                    output[line, there, head, side] = zeros
 
             turns = (chunks + 1 - parity) // 2
             lax.fori_loop(0, turns, serve, None)
-            lax.fori_loop(turns, jnp.minimum(most, tokens // CHUNK - first) // 2, clear, None)
+            lax.fori_loop(turns, jnp.minimum(most, until) // 2, clear, None)
 
     tile = plgpu.SMEM((STAGES, CHUNK, channels), jnp.bfloat16, transforms=WIDE)
     square = plgpu.SMEM((STAGES, CHUNK, CHUNK), jnp.bfloat16, transforms=NARROW)
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((rows, tokens, heads, channels), qkvz.dtype),
+            jax.ShapeDtypeStruct((lines, tokens, heads, channels), qkvz.dtype),
             jax.ShapeDtypeStruct((rows, heads, channels, channels), jnp.float32),
             jax.ShapeDtypeStruct((rows, captures, heads, channels, channels), jnp.float32),
         ),
@@ -309,4 +308,4 @@ def recur(
         ),
         interpret=interpret,
         kernel_name="kda_state",
-    )(*operands, qkvz, norm, state, length, home)
+    )(*operands, qkvz, norm, state, length, home, *(() if packed is None else packed[:1]))

@@ -36,6 +36,7 @@ STATE_LAYOUT = plgpu.Layout.TILED(
 KEY_LAYOUT = STATE_LAYOUT.reduce(1)
 VALUE_LAYOUT = STATE_LAYOUT.reduce(0)
 PARAMS = plgpu.CompilerParams(
+    approx_math=True,
     lowering_semantics=plgpu.LoweringSemantics.Lane,
     unsafe_no_auto_barriers=True,
     reduction_scratch_bytes=4 * CHANNELS * 4,
@@ -53,8 +54,12 @@ def padded(tokens: int) -> int:
 
 
 def sigmoid(x: jax.Array) -> jax.Array:
-    """1 / (1 + exp(-x))."""
-    return 1.0 / (1.0 + jnp.exp(-x))
+    """1 / (1 + exp(-x)) within a few units in the last place.
+
+    The reciprocal is a squared rsqrt: a division has a slow path, and the branch keeps neighbouring tokens apart.
+    """
+    root = lax.rsqrt(1.0 + jnp.exp(-x))
+    return root * root
 
 
 def spread(x: jax.Array, axis: int, shape: tuple[int, int], layout: Any) -> jax.Array:
@@ -121,23 +126,26 @@ def gate_vectors(
             decays[rows, :] = decay
 
 
-def token_vectors(buffers: dict[str, Any], token: int | jax.Array) -> None:
-    """Convolution, SiLU and L2 norms of a token: its q, k, v and z in `vectors`."""
-    raw, taps = buffers["raw"], buffers["taps"]
+def token_rows(rows: list[jax.Array], taps: list[jax.Array]) -> jax.Array:
+    """A token's normalised q and k, v and output-gate logits [4, 128] from four raw rows, its own the last."""
     mixed = plgpu.layout_cast(jnp.zeros((ROWS, CHANNELS), jnp.float32), ROW_LAYOUT)
-    for tap in range(4):
-        rows = plgpu.load(raw.at[pl.ds(4 * (token + tap), 4)], layout=ROW_LAYOUT, optimized=False)
-        mixed = mixed + rows.astype(jnp.float32) * plgpu.load(
-            taps.at[pl_ds(3 * tap, 4)], layout=ROW_LAYOUT, optimized=False
-        )
-    active = (mixed * sigmoid(mixed)).astype(raw.dtype).astype(jnp.float32)
+    for row, tap in zip(rows, taps):
+        mixed = mixed + row.astype(jnp.float32) * tap
+    active = (mixed * sigmoid(mixed)).astype(rows[-1].dtype).astype(jnp.float32)
     inverse = lax.rsqrt((active * active).sum(axis=1) + KEY_EPS)
     unit = active * spread(inverse, 0, (ROWS, CHANNELS), ROW_LAYOUT)
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS, CHANNELS), 0, layout=ROW_LAYOUT)
-    now = plgpu.load(raw.at[pl.ds(4 * (token + WINDOW), 4)], layout=ROW_LAYOUT, optimized=False).astype(jnp.float32)
-    plain = jnp.where(row == VALUE, active, now)
+    plain = jnp.where(row == VALUE, active, rows[-1].astype(jnp.float32))
     scaled = jnp.where(row == QUERY, unit * CHANNELS**-0.5, unit)
-    buffers["vectors"][pl_ds(0, 4), token, :] = jnp.where(row <= KEY, scaled, plain)
+    return jnp.where(row <= KEY, scaled, plain)
+
+
+def token_vectors(buffers: dict[str, Any], token: int | jax.Array) -> None:
+    """Convolution, SiLU and L2 norms of a token: its q, k, v and z in `vectors`."""
+    load = lambda ref: plgpu.load(ref, layout=ROW_LAYOUT, optimized=False)  # noqa: E731
+    rows = [load(buffers["raw"].at[pl.ds(4 * (token + tap), 4)]) for tap in range(4)]
+    taps = [load(buffers["taps"].at[pl_ds(3 * tap, 4)]) for tap in range(4)]
+    buffers["vectors"][pl_ds(0, 4), token, :] = token_rows(rows, taps)
 
 
 def overlap_vectors(buffers: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""KDA verify and commit as Mosaic GPU kernels, one block per (row, head), with the token arithmetic of decode.
+"""KDA verify of many heads as one Mosaic GPU kernel, one block per (row, head), with the token arithmetic of decode.
 
-Verify keeps the state in registers over the tokens of a row, so its cost beyond the first token is latency alone; it
-never writes the pools. Commit replays u, k and g of the accepted prefix and rounds exactly as decode does.
+It keeps the state in registers over the tokens of a row, so its cost beyond the first token is latency alone; it never
+writes the pools. `mosaic_commit` replays u, k and g of the accepted prefix and rounds exactly as decode does.
 """
 
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -18,13 +17,10 @@ from pallas.kda.mosaic_token import (
     CHANNELS,
     GATE,
     KEY,
-    KEY_LAYOUT,
     PARAMS,
     ROW_LAYOUT,
     ROWS,
     STATE_LAYOUT,
-    VALUE_LAYOUT,
-    fetch,
     fetch_inputs,
     fetch_slot,
     gate_parameters,
@@ -38,9 +34,8 @@ from pallas.kda.mosaic_token import (
     spread,
     step,
     token_vectors,
-    write_token,
 )
-from pallas.kda.types import WINDOW, KdaWeights, Pools, Records, Verify
+from pallas.kda.types import KdaWeights, Records, Verify
 
 MOST_TOKENS = 16
 
@@ -157,85 +152,3 @@ def verify(
         kernel_name="kda_verify",
     )(qkvz, decay_logits, beta_logits, *weights, state_pool, window_pool, slot, length)
     return Verify(output, Records(*records))
-
-
-def commit(
-    records: Records,
-    qkvz: Float[Array, "B W H 4 D"],
-    state_pool: Float32[Array, "S H D D"],
-    window_pool: Float[Array, "S 3 H 3 D"],
-    slot: Int32[Array, "B"],
-    accepted: Int32[Array, "B"],
-    interpret: Any = None,
-) -> Pools:
-    """`api.commit`."""
-    rows, tokens, heads, _, channels = qkvz.shape
-    require_supported(channels, qkvz.dtype)
-    require_tokens(tokens)
-
-    def body(
-        writes,
-        keys,
-        decays,
-        qkvz,
-        slots,
-        counts,
-        state_pool,
-        window_pool,
-        state,
-        raw,
-        vectors,
-        inputs_ready,
-        state_ready,
-    ):
-        row, head = lax.axis_index("rows"), lax.axis_index("heads")
-        slot = slots[row]
-        count = jnp.where(slot == 0, 0, jnp.minimum(counts[row], tokens))
-
-        @pl.when(count > 0)
-        def _live():
-            fetch(state_pool.at[slot, head], state, state_ready)
-            for age in range(WINDOW):
-                fetch(window_pool.at[slot, age, head], raw.at[pl_ds(4 * age, 3)], inputs_ready)
-            for token in range(tokens):
-                fetch(qkvz.at[row, token, head], raw.at[pl_ds(4 * (token + WINDOW), 4)], inputs_ready)
-            for plane, record in enumerate((keys, writes, decays)):
-                target = vectors.at[plane, pl_ds(0, tokens)]
-                plgpu.copy_gmem_to_smem(record.at[row, :, head], target, inputs_ready)
-            plgpu.barrier_wait(inputs_ready)
-            for first in range(0, padded(tokens), ROWS):
-                decay = vectors.at[2, pl_ds(first, ROWS)]
-                decay[...] = jnp.exp(plgpu.load(decay, layout=ROW_LAYOUT, optimized=False))
-            plgpu.commit_smem()
-            plgpu.barrier_wait(state_ready)
-
-            def replay(token, state):
-                load = lambda plane, layout: plgpu.load(vectors.at[plane, token], layout=layout, optimized=False)  # noqa: E731
-                key, retain = (spread(load(plane, KEY_LAYOUT), 0, state.shape, STATE_LAYOUT) for plane in (0, 2))
-                return write_token(state, key, retain, load(1, VALUE_LAYOUT))
-
-            state[...] = lax.fori_loop(0, count, replay, plgpu.load(state, layout=STATE_LAYOUT, optimized=False))
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(state, state_pool.at[slot, head])
-            for age in range(WINDOW):
-                plgpu.copy_smem_to_gmem(raw.at[pl.ds(4 * (count + age), 3)], window_pool.at[slot, age, head])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    states, windows = jax.new_ref(state_pool), jax.new_ref(window_pool)
-    plgpu.kernel(
-        body,
-        out_type=(),
-        grid=(heads, rows),
-        grid_names=("heads", "rows"),
-        scratch_types=(
-            plgpu.SMEM((channels, channels), jnp.float32),
-            plgpu.SMEM((4 * (tokens + WINDOW), channels), qkvz.dtype),
-            plgpu.SMEM((3, padded(tokens), channels), jnp.float32),
-            plgpu.Barrier(num_arrivals=WINDOW + tokens + 3),
-            plgpu.Barrier(),
-        ),
-        compiler_params=PARAMS,
-        interpret=interpret,
-        kernel_name="kda_commit",
-    )(records.write, records.key, records.decay, qkvz, slot, accepted, states, windows)
-    return Pools(jax.freeze(states), jax.freeze(windows))

@@ -1,5 +1,6 @@
 """The portable KDA backend in plain JAX: any device, head size, activation dtype, and differentiable."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -39,6 +40,26 @@ def prefill(
     raw = qkvz[..., :3, :]
     windows = None if position is None else window_at(raw, window, position)
     return Prefill(output, final, window_at(raw, window, length), captured, windows)
+
+
+def prefill_packed(
+    qkvz: Float[Array, "T H 4 D"],
+    decay_logits: Float[Array, "T H D"],
+    beta_logits: Float[Array, "T H"],
+    weights: KdaWeights,
+    state: Float32[Array, "R H D D"],
+    window: Float[Array, "R 3 H 3 D"],
+    start: Int32[Array, "R"],
+    length: Int32[Array, "R"],
+    lower_bound: float,
+    norm_eps: float,
+) -> Prefill:
+    """`api.prefill_packed` by taking the rows apart: every row gets the memory of all tokens."""
+    place = jnp.arange(qkvz.shape[0], dtype=jnp.int32)
+    apart = (x[jnp.clip(start[:, None] + place[None], 0, len(place) - 1)] for x in (qkvz, decay_logits, beta_logits))
+    result = prefill(*apart, weights, state, window, length, None, lower_bound, norm_eps)
+    row = jnp.sum(place[:, None] >= start[None], axis=1) - 1
+    return result._replace(output=result.output[row, place - start[row]])
 
 
 def affine(
@@ -164,3 +185,14 @@ def commit(
     window = window_at(qkvz[..., :3, :], window_pool[slot], accepted).astype(window_pool.dtype)
     place = targets(slot, state_pool)
     return Pools(state_pool.at[place].set(state, mode="drop"), window_pool.at[place].set(window, mode="drop"))
+
+
+def commit_layers(
+    records: Sequence[Records],
+    qkvz: Sequence[Float[Array, "B W H 4 D"]],
+    pools: Sequence[Pools],
+    slot: Int32[Array, "B"],
+    accepted: Int32[Array, "B"],
+) -> list[Pools]:
+    """`api.commit_layers`, layer by layer."""
+    return [commit(*layer, *pool, slot, accepted) for *layer, pool in zip(records, qkvz, pools)]

@@ -54,8 +54,9 @@ def decode(
 ) -> Float[Array, "B W H V"]:
     """Causal attention in absorbed form for a few queries per row over paged latents.
 
-    Query `w` of row `b` sits at position start[b] + w, whose latent is already in the pool. Rows from
-    length[b] on may hold anything. A pool of float8_e4m3fn comes with a scale for each page: see `quantize_pages`.
+    Query `w` of row `b` sits at position start[b] + w, whose latent is already in the pool, or at the last one where
+    that is less: start[b] = length[b] - 1 shows every query everything. Rows from length[b] on may hold anything.
+    A pool of float8_e4m3fn comes with a scale for each page: see `quantize_pages`.
     """
     run = select(implementation, mosaic=mosaic.decode, xla=xla.decode)
     return run(query, pool, page_table, key_up, value_up, start, length, page_scale, scale=scale)

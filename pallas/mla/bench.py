@@ -6,6 +6,7 @@ expanded keys and values, except where a line says otherwise.
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas import timing
-from pallas.benchmark import BANDWIDTH, FLOPS, Check, Measurement, Peer, compiled, measured_peer
+from pallas.benchmark import BANDWIDTH, FLOPS, THREADS, Check, Measurement, Peer, compiled, measured_peer
 from pallas.dispatch import Implementation
 from pallas.mla import api, mosaic, mosaic_prefill, peers, reference
 from pallas.mla.shapes import HEADS, LATENT, OWN, PAGE, PREFILL_TOKENS, RANK, RANK_HEADS, SCALE, SHARED, VALUE
@@ -24,6 +25,8 @@ __all__ = ["gate", "measure"]
 
 BEYOND_CACHE = 150e6
 """Bytes of latents that a chain of calls walks over at least."""
+CHAIN_US = 8000.0
+"""Microseconds of work to enqueue at least before the clock is read."""
 
 
 attend_pages = jax.jit(mosaic.attend_pages, static_argnames=("heads", "rank", "scale"))
@@ -44,7 +47,7 @@ def paged(rows: int, tokens: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
 
 
 class Call(NamedTuple):
-    """Arguments of `api.decode`."""
+    """Arguments of `api.decode`; `page_scale` for latents of 8 bits."""
 
     query: jax.Array
     pool: jax.Array
@@ -53,10 +56,11 @@ class Call(NamedTuple):
     value_up: jax.Array
     start: jax.Array
     length: jax.Array
+    page_scale: jax.Array | None = None
 
     def expected(self) -> jax.Array:
-        """The definition in float32."""
-        latents = api.gather_pages(self.pool, self.page_table)
+        """The definition in float32, on the values that the pool holds."""
+        latents = api.gather_pages(self.pool, self.page_table, self.page_scale)
         return reference.attend(self.query, latents, self.key_up, self.value_up, self.start, scale=SCALE)
 
     def rows(self, order: Any) -> "Call":
@@ -109,6 +113,17 @@ def alone_checks(heads: int, lengths: list[int], tokens: int) -> Iterator[Check]
     yield Check(f"attention of {heads} heads x {tokens}, a row alone", float(jnp.any(alone[0] != together[0])), 0.0)
 
 
+def narrow_checks(implementation: Implementation, heads: int, lengths: list[int]) -> Iterator[Check]:
+    """Latents of 8 bits against the definition on the values that they hold, and on those that they stand for."""
+    wide = random_call(lengths, 1, heads)
+    pool, page_scale = jax.jit(api.quantize_pages)(wide.pool)
+    narrow = wide._replace(pool=pool, page_scale=page_scale)
+    actual = api.decode(*narrow, scale=SCALE, implementation=implementation)
+    for call, bound in ((narrow, 1e-2), (wide, 6e-2)):
+        error = timing.relative_rms(actual, jax.jit(Call.expected)(call))
+        yield Check(f"decode of 8-bit latents, {heads} heads, against {call.pool.dtype}", error, bound)
+
+
 def prefill_checks(implementation: Implementation, heads: int, tokens: int) -> Iterator[Check]:
     """A chunk behind a prefix, rows of different lengths, NaN behind them."""
     length, start = jnp.array([tokens, 2 * tokens - 3], jnp.int32), jnp.array([0, tokens], jnp.int32)
@@ -125,20 +140,22 @@ def prefill_checks(implementation: Implementation, heads: int, tokens: int) -> I
 
 def gate(implementation: Implementation = None) -> list[Check]:
     """Every check; few heads and tokens where there is no GPU."""
-    gpu = jax.default_backend() == "gpu"
-    results: list[Check] = []
-    lengths = [4000, 9, 63, 64, 65, 130, 1000, 128] if gpu else [70, 9]
-    for heads, counts in ((RANK_HEADS, (1, 9)), (HEADS, (1,))) if gpu else ((2, (1, 9)),):
-        results += decode_checks(implementation, heads, lengths, counts)
-    if gpu:
-        # Wide enough for the groups of long contexts.
-        results += decode_checks(implementation, HEADS, [9000, 70], (1,))
-        if implementation != "xla":
-            for heads, rows, tokens in ((RANK_HEADS, lengths, 1), (RANK_HEADS, lengths, 9), (HEADS, [9000, 70], 1)):
-                results += alone_checks(heads, rows, tokens)
-    for tokens in (130, 600) if gpu else (20,):
-        results += prefill_checks(implementation, 4 if gpu else 2, tokens)
-    return results
+    lengths = [4000, 9, 63, 64, 65, 130, 1000, 128]
+    if jax.default_backend() != "gpu":
+        runs = [partial(decode_checks, implementation, 2, [70, 9], (1, 9))]
+        runs += [partial(narrow_checks, implementation, 2, [70, 9]), partial(prefill_checks, implementation, 2, 20)]
+        return [check for run in runs for check in run()]
+    runs = [partial(decode_checks, implementation, RANK_HEADS, lengths, (tokens,)) for tokens in (1, 9)]
+    # 9000 tokens: wide enough for the groups of long contexts.
+    runs += [partial(decode_checks, implementation, HEADS, rows, (1,)) for rows in (lengths, [9000, 70])]
+    runs += [partial(narrow_checks, implementation, heads, [4000, 9, 65]) for heads in (RANK_HEADS, HEADS)]
+    runs += [partial(prefill_checks, implementation, 4, tokens) for tokens in (130, 600)]
+    if implementation != "xla":
+        alone = ((RANK_HEADS, lengths, 1), (RANK_HEADS, lengths, 9), (HEADS, lengths, 1), (HEADS, [9000, 70], 1))
+        runs += [partial(alone_checks, *case) for case in alone]
+    # Side by side, for most of the time goes into compiling.
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [check for checks in pool.map(lambda run: list(run()), runs) for check in checks]
 
 
 class Line(NamedTuple):
@@ -151,30 +168,46 @@ class Line(NamedTuple):
     floor: float
     goal: float | None
     published: tuple[Peer, ...] = ()
-    sdpa: tuple[int, int] | None = None
+    rival: tuple[str, int, int] | None = None
+    """What others are asked for: prefill or decode, heads and tokens."""
 
 
-def decode_line(rows: int, tokens: int, heads: int, length: int, goal: float | None, *published: Peer) -> Line:
+def decode_line(
+    rows: int, tokens: int, heads: int, length: int, goal: float | None, *published: Peer, narrow: bool = False
+) -> Line:
     """`tokens` queries of each row over `length` cached tokens; calls in turn read other pages."""
-    turns = max(1, round(BEYOND_CACHE / (rows * length * LATENT * 2)))
+    moved = rows * length * LATENT * (1 if narrow else 2)
+    turns = max(1, round(BEYOND_CACHE / moved))
     calls = max(turns, 4 if rows > 8 else 24)
 
-    def chain(start: jax.Array, query: jax.Array, pool: jax.Array, tables: jax.Array) -> jax.Array:
+    def chain(start: jax.Array, query: jax.Array, pool: jax.Array, tables: jax.Array, *scales: jax.Array) -> jax.Array:
         for index in range(calls):
             options = {"heads": heads, "rank": RANK, "scale": SCALE}
-            mixed = attend_pages(query, pool, tables[index % turns], start, start + tokens, **options)
+            mixed = attend_pages(query, pool, tables[index % turns], start, start + tokens, *scales, **options)
             # The next call depends on this one, so calls cannot overlap; XLA makes a small kernel of this line.
             start = start + (mixed[:, 0, 0] * 0).astype(jnp.int32)
         return start
 
     def arguments() -> tuple:
         pool, table = paged(rows * turns, length)
+        scales: list[jax.Array] = []
+        if narrow:
+            pool, scale = jax.jit(api.quantize_pages)(pool)
+            scales.append(scale)
         tables = table.reshape(turns, rows, -1)
-        return jnp.full(rows, length - tokens, jnp.int32), normal(1, rows, tokens * heads, LATENT), pool, tables
+        return (
+            jnp.full(rows, length - tokens, jnp.int32),
+            normal(1, rows, tokens * heads, LATENT),
+            pool,
+            tables,
+            *scales,
+        )
 
-    work = max(rows * length * LATENT * 2 / BANDWIDTH, 2.0 * rows * tokens * heads * length * (LATENT + RANK) / FLOPS)
-    name = f"decode bs {rows}, {heads} heads x {tokens}, {length} tokens"
-    return Line(name, jax.jit(chain), arguments, calls, work * 1e6, goal, published)
+    work = max(moved / BANDWIDTH, 2.0 * rows * tokens * heads * length * (LATENT + RANK) / FLOPS)
+    name = f"decode bs {rows}, {heads} heads x {tokens}, {length} tokens{', 8 bit' if narrow else ''}"
+    rival = ("decode", heads, length) if rows == tokens == 1 and heads == HEADS and not narrow else None
+    # The carry is donated: addresses that change from call to call cost host time for every kernel of the graph.
+    return Line(name, jax.jit(chain, donate_argnums=0), arguments, calls, work * 1e6, goal, published, rival)
 
 
 def prefill_line(heads: int, tokens: int, goal: float | None, *published: Peer) -> Line:
@@ -190,7 +223,7 @@ def prefill_line(heads: int, tokens: int, goal: float | None, *published: Peer) 
 
     work = heads * tokens * (tokens + 1) * (OWN + SHARED + VALUE) / FLOPS * 1e6
     name = f"prefill {tokens}, {heads} heads, expanded given"
-    return Line(name, jax.jit(run), arguments, 1, work, goal, published, (heads, tokens))
+    return Line(name, jax.jit(run), arguments, 1, work, goal, published, ("prefill", heads, tokens))
 
 
 def whole_prefill_line(heads: int, tokens: int) -> Line:
@@ -224,6 +257,8 @@ def lines() -> list[Line]:
         decode_line(1, 1, RANK_HEADS, 8192, None, Peer(fa3, 21.0)),
         decode_line(1, 1, RANK_HEADS, 131072, None, Peer(fa3, 64.0), Peer(trt, 58.5)),
         decode_line(1, 8, RANK_HEADS, 8192, None),
+        decode_line(1, 1, HEADS, 131072, None, narrow=True),
+        decode_line(1, 1, RANK_HEADS, 131072, None, narrow=True),
         decode_line(64, 1, RANK_HEADS, 131072, 2500.0, Peer(fa3, 2222.0)),
         prefill_line(HEADS, PREFILL_TOKENS, 3500.0, Peer("published: FA3 class, H100", 3300.0)),
         prefill_line(RANK_HEADS, PREFILL_TOKENS, None),
@@ -239,28 +274,39 @@ def example_us(run: Callable | None, heads: int, tokens: int) -> float:
     return timing.median_call_us(lambda query: run(query, *inputs[1:]), inputs[0], 1, enqueued=2)
 
 
+BACKENDS = {"prefill": ("CUDNN_ATTENTION", "FLASH_ATTENTION"), "decode": ("FLASH_ATTENTION", "MATMUL")}
+"""What torch is asked to run; see `peers.prepare`."""
+
+
 def rivals(line: Line, ready: dict[str, Callable], child: PeerProcess) -> Iterator[Peer]:
-    """The peers of a prefill line, measured."""
-    if line.sdpa is None:
+    """The peers of a line, measured."""
+    if line.rival is None:
         return
-    run = ready.get(f"example {line.name}")
-    yield measured_peer("jax attention_mgpu, values padded to 192", partial(example_us, run, *line.sdpa))
-    for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
-        yield measured_peer(f"torch {backend}", partial(child.time, (backend, *line.sdpa)))
+    kind, *sizes = line.rival
+    if kind == "prefill":
+        run = ready.get(f"example {line.name}")
+        yield measured_peer("jax attention_mgpu, values padded to 192", partial(example_us, run, *sizes))
+    for backend in BACKENDS[kind]:
+        yield measured_peer(f"torch {backend}", partial(child.time, (backend, kind, *sizes)))
 
 
 def measure() -> Iterator[Measurement]:
     """Times every line on the present GPU, one by one, once all programs are compiled."""
     table = lines()
-    calls = [(name, *line.sdpa) for line in table if line.sdpa for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION")]
+    rival = {line.name: line.rival for line in table if line.rival}
+    calls = [(name, *sizes) for sizes in rival.values() for name in BACKENDS[sizes[0]]]
     with PeerProcess("pallas.mla.peers", calls) as child:
         programs = {line.name: (line.program, jax.eval_shape(line.arguments)) for line in table}
-        examples = {f"example {line.name}": peers.jax_example(*line.sdpa) for line in table if line.sdpa}
+        examples = {
+            f"example {name}": peers.jax_example(*sizes) for name, (kind, *sizes) in rival.items() if kind == "prefill"
+        }
         ready = compiled({**programs, **examples})
         for line in table:
             carry, *rest = line.arguments()
             run = ready[line.name]
+            # Long enough that the start of a chain and the wait for its end do not count.
+            enqueued = max(2, round(CHAIN_US / (line.calls * max(line.floor, 10.0))))
             time = timing.median_call_us(
-                lambda carry, run=run, rest=rest: run(carry, *rest), carry, line.calls, enqueued=2
+                lambda carry, run=run, rest=rest: run(carry, *rest), carry, line.calls, repeats=5, enqueued=enqueued
             )
             yield Measurement(line.name, time, line.floor, line.goal, (*rivals(line, ready, child), *line.published))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas.dispatch import require_hopper
-from pallas.mla import mosaic_decode, mosaic_join, mosaic_prefill, xla
+from pallas.mla import mosaic_decode, mosaic_join, mosaic_plan, mosaic_prefill, xla
 from pallas.precision import einsum
 
 
@@ -27,7 +27,7 @@ def decode(
     """`api.decode`: keys are folded into the query, values are lifted after the sum."""
     require_hopper("mla mosaic decode")
     own, rank = key_up.shape[1:]
-    mosaic_decode.require_supported(query, pool, rank)
+    mosaic_plan.require_supported(query, pool, rank)
     rows, tokens, heads, _ = query.shape
     absorbed = einsum("bwhk,hkr->bwhr", query[..., :own], key_up)
     full = jnp.concatenate([absorbed, query[..., own:]], axis=-1).reshape(rows, tokens * heads, -1)
@@ -46,7 +46,7 @@ def attend_pages(
     heads: int,
     rank: int,
     scale: float,
-    settings: mosaic_decode.Settings = mosaic_decode.DEFAULT,
+    settings: mosaic_plan.Settings = mosaic_plan.DEFAULT,
     interpret: Any = None,
 ) -> Float[Array, "B Q R"]:
     """Attention of absorbed queries over the latents themselves; query r is head r % heads of token r // heads."""

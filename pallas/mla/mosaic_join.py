@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from pallas.mla.mosaic_decode import LOWEST, PER_QUERY, PRODUCT, TILE, Settings, part_tiles
+from pallas.mla.mosaic_plan import LOWEST, PER_QUERY, PRODUCT, TILE, Settings, part_tiles
 
 CHANNELS, COLUMNS = 64, 8
 """Channels and queries of a block."""

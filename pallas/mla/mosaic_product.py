@@ -1,35 +1,70 @@
 """Matrix products of Mosaic GPU kernels, and what stands for them where a kernel is interpreted on a CPU."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-Product = Callable[[jax.Array | tuple[int, int], Any, Any], jax.Array]
-"""(what to add to, or the shape of a product alone; left operand; right operand in shared memory) -> float32."""
+
+class Product(NamedTuple):
+    """Products of shared memory into float32."""
+
+    chain: Callable[[tuple[int, int], Iterable[tuple[Any, Any]]], jax.Array]
+    """(shape, pairs of operands, taken one by one) -> the sum of their products."""
+    blocks: Callable[[jax.Array, Sequence[Any], Any, Callable[[int], None]], jax.Array]
+    """(what to add to, left operands that stand one below the other, right operand, called with the number of a block
+    once its operands have been read) -> the sum."""
 
 
-def tensor_core(start: jax.Array | tuple[int, int], left: Any, right: Any) -> jax.Array:
-    """`start` + left right on the tensor cores, waited for."""
-    if isinstance(start, tuple):
+def _chain(shape: tuple[int, int], pairs: Iterable[tuple[Any, Any]]) -> jax.Array:
+    def run(total: Any) -> jax.Array:
+        for left, right in pairs:
+            plgpu.wgmma(total, left, right)
+        return total[...]
 
-        def alone(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, left, right)
-            return acc[...]
-
-        return pl.run_scoped(alone, plgpu.ACC(start, jnp.float32))
-    return pl.run_state(lambda acc: plgpu.wgmma(acc, left, right))(plgpu.ACC.init(start))
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
 
-def emulated(start: jax.Array | tuple[int, int], left: Any, right: Any) -> jax.Array:
-    """The same with an ordinary product, since interpretation knows no tensor cores."""
-    product = jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
-    return product if isinstance(start, tuple) else start + product
+def _blocks(start: jax.Array, lefts: Sequence[Any], right: Any, done: Callable[[int], None]) -> jax.Array:
+    rows = start.shape[0] // len(lefts)
+
+    def run(total: Any) -> None:
+        for index, left in enumerate(lefts):
+            plgpu.wgmma(total.at[pl.ds(index * rows, rows)], left, right)
+        for index in range(len(lefts)):
+            plgpu.wgmma_wait(len(lefts) - 1 - index)
+            done(index)
+
+    return pl.run_state(run)(plgpu.ACC.init(start))
+
+
+def _dot(left: Any, right: Any) -> jax.Array:
+    return jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
+
+
+def _emulated_chain(shape: tuple[int, int], pairs: Iterable[tuple[Any, Any]]) -> jax.Array:
+    total = jnp.zeros(shape, jnp.float32)
+    for left, right in pairs:
+        total += _dot(left, right)
+    return total
+
+
+def _emulated_blocks(start: jax.Array, lefts: Sequence[Any], right: Any, done: Callable[[int], None]) -> jax.Array:
+    rows, sums = start.shape[0] // len(lefts), []
+    for index, left in enumerate(lefts):
+        sums.append(start[index * rows : (index + 1) * rows] + _dot(left, right))
+        done(index)
+    return jnp.concatenate(sums)
+
+
+TENSOR_CORE = Product(_chain, _blocks)
+EMULATED = Product(_emulated_chain, _emulated_blocks)
+"""Ordinary products, since interpretation knows no tensor cores."""
 
 
 def product_for(interpret: Any) -> Product:
-    """The product that a kernel uses."""
-    return tensor_core if interpret is None else emulated
+    """The products that a kernel uses."""
+    return TENSOR_CORE if interpret is None else EMULATED

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas.mla.shapes import OWN, SHARED, VALUE
+from pallas.mla.shapes import LATENT, OWN, RANK, SHARED, VALUE
 from pallas.peers import serve
 
 WIDTH = OWN + SHARED
@@ -25,19 +25,32 @@ def jax_example(heads: int, tokens: int) -> tuple[Any, tuple[jax.ShapeDtypeStruc
     return run, (jax.ShapeDtypeStruct((1, tokens, heads, WIDTH), jnp.float16),) * 3
 
 
-def prepare(backend: str, heads: int, tokens: int) -> list[Callable[[], Any]]:
-    """Causal SDPA by torch's `FLASH_ATTENTION` (values padded to the width of the keys) or `CUDNN_ATTENTION`."""
+def prepare(backend: str, kind: str, heads: int, tokens: int) -> list[Callable[[], Any]]:
+    """Causal prefill, or decode of one query, of one row.
+
+    `CUDNN_ATTENTION` and `FLASH_ATTENTION` (values padded to the width of the keys) are torch's SDPA on the keys and
+    values of every head; `MATMUL` is decode in absorbed form, two products and a softmax over the latents.
+    """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    if backend == "MATMUL":
+        absorbed, latents = normal(heads, LATENT), normal(tokens, LATENT)
+
+        def multiply() -> Any:
+            return torch.softmax(absorbed @ latents.T, dim=-1) @ latents[:, :RANK]
+
+        return [multiply] * 4
     width = WIDTH if backend == "FLASH_ATTENTION" else VALUE
-    query, key, value = (
-        torch.randn(1, heads, tokens, columns, device="cuda", dtype=torch.bfloat16) for columns in (WIDTH, WIDTH, width)
-    )
+    query = normal(1, heads, tokens if kind == "prefill" else 1, WIDTH)
+    key, value = (normal(1, heads, tokens, columns) for columns in (WIDTH, width))
 
     def run() -> Any:
         with sdpa_kernel(getattr(SDPBackend, backend)):
-            return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=kind == "prefill")
 
     return [run] * 2
 

@@ -61,7 +61,10 @@ def decode(
     """See `pallas.mla.decode`: keys are folded into the query, values are lifted after the sum."""
     own, rank = key_up.shape[1:]
     latents = pages.gather(pool, page_table, page_scale).astype(query.dtype)
-    visible = _visible(query.shape[1], latents.shape[1], start)
+    # A query beyond the last token sees what the last one sees.
+    last = jnp.maximum(length - 1, 0)[:, None, None]
+    position = jnp.arange(latents.shape[1], dtype=jnp.int32)[None, None]
+    visible = _visible(query.shape[1], latents.shape[1], start) & (position <= last)
     latents = clean(latents, length)
     absorbed = einsum("bwhk,hkr->bwhr", query[..., :own], key_up)
     full = jnp.concatenate([absorbed, query[..., own:]], axis=-1)

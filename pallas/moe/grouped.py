@@ -50,7 +50,9 @@ def plan(ids: Int32[Array, "N k"], num_experts: int, block: int) -> Plan:
     order = jnp.argsort(expert_of_pair, stable=True).astype(jnp.int32)
     place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)
     row = first_row[expert_of_pair] + place - first_sorted[expert_of_pair]
-    expert = jnp.searchsorted(end_block, jnp.arange(blocks, dtype=jnp.int32), side="right").astype(jnp.int32)
+    # Without a loop, which would cut the graph of a step in two.
+    number = jnp.arange(blocks, dtype=jnp.int32)
+    expert = jnp.searchsorted(end_block, number, side="right", method="compare_all").astype(jnp.int32)
     expert = jnp.minimum(expert, num_experts - 1)
     expert_of_row = jnp.repeat(expert, block)
     rank = jnp.arange(blocks * block, dtype=jnp.int32) - first_row[expert_of_row]

@@ -23,7 +23,7 @@ FEW_PAIRS = 64
 BLOCK = 32
 """Rows per expert block."""
 
-FEW_TOKENS = 16
+FEW_TOKENS = 8
 """Up to this many tokens the best experts are found by counting."""
 
 

@@ -21,8 +21,9 @@ class EngineTarget:
     async def about(self) -> About:
         """Starts the engine."""
         import k3jax
+        from serving.service.lifecycle import default_dtype
 
-        model = k3jax.load(self._checkpoint)
+        model = k3jax.load(self._checkpoint, dtype=default_dtype())
         self._engine = Engine(launch(model, self._sizes))
         self._engine.start()
         return About("engine", model.config.vocab_size)

@@ -1,11 +1,12 @@
 """Structured output: what a request may say, token by token.
 
-    constraint = compile("json_schema", schema, tokenizer, channel=channel_of(tokenizer, prompt))
+    constraint = after("json_schema", schema, tokenizer, prompt)
     constraint.mask()                   # bits of the tokens that may come next
     constraint.advance([token])
 
 A chat prompt leaves a channel of the assistant's message open. The grammar then waits for the end of the reasoning and
-is put into the response channel; after a raw prompt it starts at once. Needs llguidance (extra `structured`).
+is put into the response channel; where the prompt declares tools, calls may come instead. After a raw prompt it starts
+at once. Needs llguidance (extra `structured`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from k3jax.parse import open_channel
 from k3jax.tokenizer import Tokenizer
 from k3jax.tokenizer import control as control_tokens
 from serving.constraints.channels import Channel, wrap
+from serving.constraints.declared import declared_tools, loosened
 from serving.constraints.errors import ConstraintError
 from serving.constraints.grammars import KINDS, body_of
 from serving.constraints.matcher import GrammarConstraint
@@ -21,7 +23,17 @@ from serving.constraints.structural import tag_grammar
 from serving.constraints.tools import tool_calls
 from serving.constraints.vocabulary import Vocabulary, vocabulary_of
 
-__all__ = ["KINDS", "Channel", "ConstraintError", "GrammarConstraint", "channel_of", "compile", "tool_calls"]
+__all__ = [
+    "KINDS",
+    "Channel",
+    "ConstraintError",
+    "GrammarConstraint",
+    "after",
+    "channel_of",
+    "compile",
+    "declared_tools",
+    "tool_calls",
+]
 
 
 def channel_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Channel | None:
@@ -29,6 +41,26 @@ def channel_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Channel | None:
     if tokenizer.control_ids.get(control_tokens.OPEN) not in prompt:
         return None
     return open_channel(tokenizer, prompt)  # pyright: ignore[reportReturnType]
+
+
+def after(
+    kind: str, value: object, tokenizer: Tokenizer, prompt: Sequence[int], *, from_first_token: bool = False
+) -> GrammarConstraint:
+    """A constraint for what follows `prompt`: `compile` with its channel and with the tools that it declares.
+
+    A structural tag says itself what may be called. `from_first_token` applies the grammar at once. Tools whose
+    arguments no grammar can follow may be called with any arguments.
+    """
+    channel = None if from_first_token else channel_of(tokenizer, prompt)
+    tools = [] if channel is None or kind == "structural_tag" else declared_tools(tokenizer, prompt)
+    if not tools:
+        return compile(kind, value, tokenizer, channel=channel)
+    # What is wrong with the value is found before what is wrong with a tool.
+    compile(kind, value, tokenizer, channel=channel)
+    try:
+        return compile(kind, value, tokenizer, channel=channel, tools=tools)
+    except ConstraintError:
+        return compile(kind, value, tokenizer, channel=channel, tools=loosened(tools))
 
 
 def compile(

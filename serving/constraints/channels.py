@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from k3jax.tokenizer import control as control_tokens
 from serving.constraints.grammars import Grammar, literal
@@ -21,21 +21,19 @@ _BEFORE: Mapping[Channel, str] = {
 END = f"{_CLOSE}message{_SEP}"
 
 
-def wrap(
-    body: Grammar, vocabulary: Vocabulary, channel: Channel | None, calls: Mapping[str, object] | None = None
-) -> str:
+def wrap(body: Grammar, vocabulary: Vocabulary, channel: Channel | None, calls: Mapping[str, Any] | None = None) -> str:
     """Grammar text for `body` within `channel`; with `calls`, a structural tag, these may come instead."""
     if channel is None:
         return _document("start: @body", body=body)
     opened = "" if channel == "response" else f"{_OPEN}response{_SEP}"
     answer = f"{spell(opened, vocabulary)} @body {spell(f'{_CLOSE}response{_SEP}', vocabulary)}"
-    if calls is None or channel == "response":
+    if calls is None:
         return _document(frame(answer, vocabulary, channel), body=body)
-    from serving.constraints.structural import TagRules
+    from serving.constraints import structural
 
-    rules = TagRules(vocabulary)
-    start = f"({answer} | {rules.expression(calls['format'])})"
-    return _document("\n".join([frame(start, vocabulary, channel), *rules.lines]), body=body)
+    rules = structural.TagRules(vocabulary)
+    called = rules.expression(structural.reachable(calls["format"], channel))
+    return _document("\n".join([frame(f"({answer} | {called})", vocabulary, channel), *rules.lines]), body=body)
 
 
 def frame(inside: str, vocabulary: Vocabulary, channel: Channel) -> str:

@@ -33,7 +33,7 @@ def tag_grammar(value: object, vocabulary: Vocabulary, channel: "channels.Channe
     rules = TagRules(vocabulary)
     if channel is None:
         return "\n".join([f"start: {rules.expression(form)}", *rules.lines])
-    form = _reachable(form, "response" if channel == "response" else None)
+    form = reachable(form, channel)
     if form.get("type") == "triggered_tags" and form.get("at_least_one"):
         # The tools channel is the last one of a message.
         form = {**form, "stop_after_first": True}
@@ -68,10 +68,11 @@ def _from_structures(value: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": value.get("triggers", []), "tags": tags}
 
 
-def _reachable(form: dict[str, Any], opened: str | None) -> dict[str, Any]:
-    """Without tags that begin by closing a channel which is not open."""
+def reachable(form: dict[str, Any], channel: "channels.Channel") -> dict[str, Any]:
+    """Without tags that begin by closing a channel which is not open where the grammar starts."""
     if form.get("type") != "triggered_tags":
         return form
+    opened = "response" if channel == "response" else None
     triggers, tags = _triggers_and_tags(form)
     closing = control_tokens.CLOSE
     leaving = [tag for tag in tags if opened is not None and tag["begin"].startswith(closing + opened)]

@@ -8,6 +8,7 @@ import dataclasses
 import random
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -37,6 +38,8 @@ class Flags:
     target: str | None = None
     """host:port of a service that nobody else needs. Default: one of the shipped model is started."""
     requests: int = 10_000
+    clients: int = 4
+    """Requests at a time."""
     seed: int = 0
 
 
@@ -136,7 +139,7 @@ def run(channel: grpc.Channel, requests: int, seed: int) -> tuple[collections.Co
         counts[code.name] += 1
         nameless = code is StatusCode.INVALID_ARGUMENT and not field
         if code not in ENDINGS or nameless:
-            wrong.append(f"request {number}: {code.name}, field {field!r}, of {str(request)[:300]!r}")
+            wrong.append(f"seed {seed}, request {number}: {code.name}, field {field!r}, of {str(request)[:300]!r}")
     return counts, wrong
 
 
@@ -148,8 +151,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def fuzz(flags: Flags) -> int:
     """Sends, counts and prints."""
-    with server_at(flags.target) as server, grpc.insecure_channel(server.target) as channel:
-        counts, wrong = run(channel, flags.requests, flags.seed)
+    shares = [len(range(client, flags.requests, flags.clients)) for client in range(flags.clients)]
+    seeds = [flags.seed * flags.clients + client for client in range(flags.clients)]
+    with (
+        server_at(flags.target) as server,
+        grpc.insecure_channel(server.target) as channel,
+        ThreadPoolExecutor(flags.clients) as pool,
+    ):
+        results = list(pool.map(lambda share, seed: run(channel, share, seed), shares, seeds))
+    counts = sum((counts for counts, _ in results), collections.Counter())
+    wrong = [line for _, lines in results for line in lines]
     for line in wrong[:20]:
         print(line, file=sys.stderr)
     print(f"{flags.requests} requests: {dict(counts)}, {len(wrong)} answered as none should be")

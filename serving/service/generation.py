@@ -64,7 +64,8 @@ class Generator:
                         account.add(choice, outputs)
                         if job.refusal is not None:
                             raise job.refusal
-                        _require_normal_end(outputs[-1].final, job.streams[choice])
+                        if outputs[-1].final is not None:
+                            _require_normal_end(outputs[-1].final, job.streams[choice])
                         yield choice, outputs
                 ending = account.reason
             except EngineStopped as error:
@@ -112,13 +113,13 @@ class Generator:
         self.jobs.leave(job)
 
 
-def _require_normal_end(final: Final | None, stream: Stream) -> None:
+def _require_normal_end(final: Final, stream: Stream) -> None:
     """Raises the `Refusal` for an end that is no answer."""
-    if final is not None and final.finish_reason == "abort" and stream.dropped:
+    if final.finish_reason == "abort" and stream.dropped:
         raise TOO_SLOW
-    if final is not None and final.finish_reason == "deadline":
+    if final.finish_reason == "deadline":
         raise Refusal(StatusCode.DEADLINE_EXCEEDED, "the deadline passed while the answer was being generated")
-    if final is not None and final.finish_reason == "error":
+    if final.finish_reason == "error":
         raise Refusal(StatusCode.INTERNAL, final.error or "the request failed")
 
 
@@ -139,18 +140,19 @@ class Account:
 
     def add(self, choice: int, outputs: list[Output]) -> None:
         """Outputs of a choice have come."""
-        now = time.monotonic()
-        tokens = sum(len(output.tokens) for output in outputs)
-        if tokens and choice not in self._last:
-            self._metrics.first_token.observe(now - self._start)
-        elif tokens:
-            self._metrics.inter_token.observe((now - self._last[choice]) / tokens)
+        final = outputs[-1].final
+        tokens = len(outputs[0].tokens) if len(outputs) == 1 else sum(len(output.tokens) for output in outputs)
         if tokens:
+            now, last = time.monotonic(), self._last.get(choice)
+            if last is None:
+                self._metrics.first_token.observe(now - self._start)
+            else:
+                self._metrics.inter_token.observe((now - last) / tokens)
             self._last[choice] = now
             self.completion_tokens += tokens
-        if outputs[-1].final is not None:
-            self.finals.append(outputs[-1].final)
-            self._metrics.finished(outputs[-1].final)
+        if final is not None:
+            self.finals.append(final)
+            self._metrics.finished(final)
 
     @property
     def reason(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from serving.engine import Engine
 from serving.launch import Sizes, launch
+from serving.service import memory
 from serving.service.metrics import Metrics
 from serving.service.model_card import ModelCard
 from serving.service.options import ServiceOptions
@@ -44,19 +45,24 @@ def load(loading: Loading, options: ServiceOptions, metrics: Metrics) -> tuple[E
     from k3jax import api
     from serving.runner import tokens_per_step
 
-    dtype = loading.dtype
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     model = api.load(
         loading.checkpoint,
-        dtype=jax.numpy.dtype(dtype),
+        dtype=default_dtype() if loading.dtype == "auto" else jax.numpy.dtype(loading.dtype),
         mesh=loading.mesh,
         draft=loading.draft,
     )
     metrics.drafts(tokens_per_step(model) - 1)
     core = launch(model, loading.sizes, report=lambda line: event(line))
+    memory.settle()
     engine = Engine(core, stream_limit=options.write_wait_outputs, on_step=metrics.step.observe)
     return engine, ModelCard.of(model, loading.name, core.options.max_length)
+
+
+def default_dtype() -> Any:
+    """float32 on the CPU, which computes bfloat16 in software; bfloat16 elsewhere."""
+    import jax
+
+    return jax.numpy.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
 async def run(options: ServiceOptions, loading: Loading, metrics_port: int) -> int:

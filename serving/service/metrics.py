@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from serving.request import Final
 from serving.service.jobs import Jobs
+from serving.service.tally import Tally
 from serving.stats import Stats
 
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80, 160)
@@ -30,7 +31,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._draft = 0
         self.first_token = self._histogram("first_token_seconds", "From the call to its first token.", FIRST_TOKEN)
-        self.inter_token = self._histogram("inter_token_seconds", "Between two tokens of a choice.", INTER_TOKEN)
+        self.inter_token = Tally("k3jax_inter_token_seconds", "Between two tokens of a choice.", INTER_TOKEN)
+        self.registry.register(self.inter_token)
         self.queue = self._histogram("queue_seconds", "From submission to the first chunk.", QUEUE)
         self.step = self._histogram("step_seconds", "A step of the engine.", STEP)
         self._call = self._histogram("call_seconds", "A whole call.", CALL)
@@ -64,9 +66,9 @@ class Metrics:
         self._ended.labels(ending).inc()
         self._call.observe(seconds)
 
-    def sent(self, protocol: str) -> None:
-        """A message has been handed to gRPC."""
-        self._messages.labels(protocol).inc()
+    def counting(self, protocol: str) -> Callable[[], None]:
+        """What is to be called whenever a message has been handed to gRPC."""
+        return self._messages.labels(protocol).inc
 
     def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
         """Answers scrapes over HTTP in a thread; returns the port and what ends it."""

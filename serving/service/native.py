@@ -27,6 +27,7 @@ class NativeServicer(services.GenerateServicer):
         wish, prompt = await native_request.read(request, self._card, self._generator.limits)
         start = messages.Start(request_id=wish.id, prompt_tokens=len(wish.tokens))
         choices: dict[int, Choice] = {}
+        sent = self._generator.metrics.counting(NATIVE)
         async with contextlib.aclosing(self._generator.outputs(wish, context, NATIVE)) as news:
             async for index, outputs in news:
                 output = joined(outputs)
@@ -39,7 +40,7 @@ class NativeServicer(services.GenerateServicer):
                     choices[index] = Choice(index, wish, prompt, self._card.tokenizer, request)
                 for message in choices[index].events(output):
                     await context.write(message)
-                    self._generator.metrics.sent(NATIVE)
+                    sent()
 
     @answering
     async def Abort(self, request: Any, context: Context) -> Any:

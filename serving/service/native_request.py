@@ -88,6 +88,10 @@ def _constraint(request: Any) -> tuple[str, Any] | None:
     value = tuple(request.constraint.choice.choices) if kind == "choice" else getattr(request.constraint, kind)
     if not value:
         raise invalid(f"constraint.{kind}", "is empty")
+    choice = request.conversation.tool_choice if request.WhichOneof("prompt") == "conversation" else ""
+    if choice not in ("", "auto", "none"):
+        text = f"is set beside conversation.tool_choice {choice!r}, and an answer cannot be both; leave one of them out"
+        raise invalid(f"constraint.{kind}", text)
     return kind, value
 
 
@@ -157,7 +161,7 @@ def render_arguments(conversation: Any) -> dict[str, Any]:
         ],
         "tools": [_tool(tool, index) for index, tool in enumerate(conversation.tools)] or None,
         "thinking_effort": None if effort == "none" else effort,
-        "thinking": conversation.thinking if conversation.HasField("thinking") else True,
+        "thinking": conversation.thinking if conversation.HasField("thinking") else effort != "none",
         "tool_choice": {"type": "function", "function": {"name": choice}} if choice in names else choice or None,
         "response_format": _json(conversation.response_format_json, "conversation.response_format_json"),
         "continue_final": conversation.continue_final,

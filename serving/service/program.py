@@ -105,9 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def serve(flags: Flags) -> int:
     """Serves until a signal comes or the engine fails."""
-    import asyncio
-
-    from serving.service import lifecycle, request_log, tracing
+    from serving.service import event_loop, lifecycle, request_log, tracing
 
     request_log.set_up(flags.log_format, flags.log_level)
     if flags.checkpoint is not None:
@@ -125,7 +123,7 @@ def serve(flags: Flags) -> int:
         name=flags.served_model_name,
         sizes=sizes,
     )
-    return asyncio.run(lifecycle.run(options, loading, flags.metrics_port))
+    return event_loop.run(lifecycle.run(options, loading, flags.metrics_port))
 
 
 def engine_sizes(flags: Flags) -> "Sizes":

@@ -34,6 +34,8 @@ LIVENESS = "liveness"
 READINESS = ("", NATIVE, WORKER)
 LAST_WORDS_SECONDS = 1.0
 """For statuses to reach their clients before a server that has failed goes."""
+QUIET_SECONDS = 0.05
+"""Without a call for so long, none is on its way through gRPC."""
 
 
 class Service:
@@ -142,7 +144,15 @@ class Service:
             await asyncio.wait({drained}, timeout=LAST_WORDS_SECONDS)
         for task in (drained, hurried):
             task.cancel()
+        await self._refuse_latecomers()
         return complete
+
+    async def _refuse_latecomers(self) -> None:
+        """Waits for calls that gRPC has accepted and not handed over: stopped now, it would call them cancelled."""
+        end, seen = time.monotonic() + LAST_WORDS_SECONDS, -1
+        while seen != self._door.calls and time.monotonic() < end:
+            seen = self._door.calls
+            await asyncio.sleep(QUIET_SECONDS)
 
     async def stop(self, grace: int | float = LAST_WORDS_SECONDS) -> None:
         """Closes the server and stops the engine; call `drain` first to be kind."""

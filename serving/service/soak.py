@@ -22,6 +22,9 @@ from serving.service.own_server import Server, server_at
 WARM_UP = 0.2
 """Part of the time whose growth does not count: pools fill, buffers find their size."""
 
+POINTS = 60
+"""Readings of memory and open files."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
@@ -40,7 +43,7 @@ class Flags:
     pid: int | None = None
     """Process of the target; without one, only the service's own figures are checked."""
     minutes: float = 10.0
-    clients: int = 8
+    clients: int = 16
     seed: int = 0
     mib_per_thousand: float | None = 1.0
     """None: memory is shown but not judged; seconds say nothing of it."""
@@ -52,6 +55,8 @@ class Load:
 
     target: str
     vocab: int
+    go: threading.Event = dataclasses.field(default_factory=threading.Event)
+    """Clear while nobody may ask anything new."""
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
     requests: int = 0
     endings: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -62,6 +67,7 @@ class Load:
         rng = random.Random(seed)
         with serving.Client(self.target, retries=0) as client:
             while not self.stop.is_set():
+                self.go.wait()
                 ending = self._one(client, rng)
                 with self.lock:
                     self.requests += 1
@@ -69,11 +75,12 @@ class Load:
 
     def _one(self, client: "serving.Client", rng: random.Random) -> str:
         kind = rng.choices(("ask", "hang up", "late", "wrong"), (70, 15, 10, 5))[0]
-        prompt = [rng.randrange(self.vocab) for _ in range(rng.randrange(1, 48))]
+        # Short ones, since growth goes by the number of requests; now and then one that takes several chunks.
+        prompt = [rng.randrange(self.vocab) for _ in range(rng.choices((rng.randrange(1, 12), 100), (49, 1))[0])]
         if kind == "wrong":
             prompt = [*prompt, self.vocab]
         timeout = rng.uniform(0.005, 0.3) if kind == "late" else 60.0
-        options = {"max_tokens": rng.randrange(1, 24), "seed": rng.randrange(9), "timeout": timeout}
+        options = {"max_tokens": rng.randrange(1, 8), "seed": rng.randrange(9), "timeout": timeout}
         try:
             stream = client.generate(prompt, **options)
             if kind == "hang up":
@@ -113,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def start(flags: Flags) -> int:
     """Loads, watches and judges the target, or a server of its own."""
-    with server_at(flags.target, flags.pid) as server:
+    with server_at(flags.target, flags.pid, ("--max-num-seqs", str(flags.clients))) as server:
         return soak(flags, server)
 
 
@@ -124,7 +131,7 @@ def soak(flags: Flags, server: Server) -> int:
         threads = [threading.Thread(target=load.run, args=(flags.seed + n,)) for n in range(flags.clients)]
         for thread in threads:
             thread.start()
-        requests, memory, files = watch(flags.minutes, server.pid, load)
+        requests, memory, files = watch(flags.minutes, server.pid, load, client)
         load.stop.set()
         for thread in threads:
             thread.join()
@@ -132,7 +139,8 @@ def soak(flags: Flags, server: Server) -> int:
     print(f"{load.requests} requests in {flags.minutes} min, endings {load.endings}")
     if server.pid is not None:
         slope = growth(requests, memory)
-        print(f"memory {slope:+.3f} MiB per 1,000 requests, open files {files[0]} to {files[-1]}")
+        tenths = " ".join(f"{value:.0f}" for value in memory[:: max(len(memory) // 10, 1)])
+        print(f"memory {slope:+.3f} MiB per 1,000 requests, open files {files[0]} to {files[-1]}; in MiB: {tenths}")
         if flags.mib_per_thousand is not None and slope > flags.mib_per_thousand:
             problems.append(f"memory grows by {slope:.2f} MiB per 1,000 requests, at most {flags.mib_per_thousand}")
         if files[-1] > files[int(WARM_UP * len(files))] + 2:
@@ -142,25 +150,39 @@ def soak(flags: Flags, server: Server) -> int:
     return 1 if problems else 0
 
 
-def watch(minutes: float, pid: int | None, load: Load) -> tuple[list[int], list[float], list[int]]:
-    """Requests, memory and open files, a hundred times over the whole time."""
-    end = time.monotonic() + 60 * minutes
+def watch(minutes: float, pid: int | None, load: Load, client: Any) -> tuple[list[int], list[float], list[int]]:
+    """Requests, memory and open files, `POINTS` times over the whole time.
+
+    They are read while nothing runs and nothing is cached: what a step borrows and what the allocator keeps for the
+    next one, tens of MiB, come and go.
+    """
     requests, memory, files = [], [], []
-    while time.monotonic() < end:
-        time.sleep(0.6 * minutes)
-        requests.append(load.requests)
+    for _ in range(POINTS):
+        load.go.set()
+        time.sleep(60 * minutes / POINTS)
         if pid is not None:
+            load.go.clear()
+            settle(client, time.monotonic() + 10)
+            client.flush()
             memory.append(resident_mib(pid))
             files.append(open_files(pid))
+        requests.append(load.requests)
         if sys.stderr.isatty():
             print(f"{load.requests} requests", end="\r", file=sys.stderr, flush=True)
+    load.go.set()
     return requests, memory, files
+
+
+def settle(client: Any, end: int | float) -> dict[str, Any]:
+    """Waits, until `end`, for what is on its way out; returns the service's figures then."""
+    while (stats := client.stats())["running"] + stats["waiting"] and time.monotonic() < end:
+        time.sleep(0.02)
+    return stats
 
 
 def leftovers(client: Any, end: int | float) -> list[str]:
     """What is still there when nobody asks any more; waits a little for what is on its way out."""
-    while (stats := client.stats())["running"] + stats["waiting"] and time.monotonic() < end:
-        time.sleep(0.1)
+    settle(client, end)
     client.flush()
     stats = client.stats()
     names = ("running", "waiting", "pages_used", "slots_used", "compilations")

@@ -8,6 +8,7 @@ from smg_grpc_proto import vllm_engine_pb2 as worker
 from smg_grpc_proto.generated import common_pb2 as shared
 
 from serving.engine import Engine
+from serving.service import memory
 from serving.service.jobs import Jobs
 from serving.stats import Loads, Stats
 
@@ -47,8 +48,10 @@ class EngineState:
         return await asyncio.wrap_future(self.engine.call(function))
 
     async def flush(self) -> int:
-        """Drops every cached prefix."""
-        return await self.engine.flush()
+        """Drops every cached prefix, and gives what is free then back to the system."""
+        dropped = await self.engine.flush()
+        await asyncio.to_thread(memory.release)
+        return dropped
 
     def stats_within(self, seconds: int | float) -> Stats | None:
         """A snapshot for another thread, or None when the engine does not find the time."""

@@ -1,6 +1,6 @@
-"""What the service itself costs: streams from a device that takes no time, to clients in a process of their own.
+"""What the service itself costs: streams from a device that only waits, to clients in a process of their own.
 
-python -m serving.service.transport --streams 64 --tokens 500
+python -m serving.service.transport --streams 64 --tokens 1000
 python -m serving.service.transport --streams 16 --step-ms 30
 """
 
@@ -19,6 +19,7 @@ from serving.plan import Plan, RowResult, Shape, StepResult
 from serving.prefix_cache import CacheOptions, PrefixCache
 from serving.request import Request
 from serving.scheduler import SchedulerOptions
+from serving.service import event_loop
 from serving.service.model_card import ModelCard
 from serving.service.options import ServiceOptions
 from serving.service.server import Service
@@ -28,7 +29,7 @@ PAGE = 64
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """Measures messages a second and CPU time a message, without a model.
+    """Measures messages a second and CPU time a message, without a model, on a machine that does nothing else.
 
     Examples:
       python -m serving.service.transport
@@ -39,8 +40,8 @@ class Flags:
     """Calls at a time."""
     tokens: int = 500
     """Of each call, and so messages: one a step, unless the reader is slower than the engine."""
-    step_ms: float = 0.0
-    """Time of a step. 0: none, so that readers fall behind and several tokens share a message."""
+    step_ms: float = 3.0
+    """Time of a step. At 0 readers fall behind, and tens of tokens share a message."""
     json: bool = False
     """Print one JSON record."""
 
@@ -120,17 +121,18 @@ async def measure(streams: int, tokens: int, step_seconds: int | float) -> dict[
     assert process.stdout is not None
     assert process.stdin is not None
     await process.stdout.readline()
-    start, cpu = time.perf_counter(), time.process_time()
+    cpu = time.process_time()
     process.stdin.write(b"go\n")
-    out = await process.stdout.read()
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    client = json.loads(await process.stdout.readline())
+    cpu = time.process_time() - cpu
     await process.wait()
     await service.stop(0)
-    messages, received = json.loads(out)
+    messages, received, seconds = client["messages"], client["tokens"], client["seconds"]
     return {
         "messages_per_second": messages / seconds,
         "tokens_per_second": received / seconds,
         "tokens_per_message": received / max(messages, 1),
+        "client_cpu_us_per_message": 1e6 * client["cpu"] / max(messages, 1),
         "server_cpu_us_per_message": 1e6 * cpu / max(messages, 1),
         "server_cpu_us_per_token": 1e6 * cpu / max(received, 1),
     }
@@ -145,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
 def transport(flags: Flags) -> int:
     """Measures and prints."""
     run = (flags.streams, flags.tokens, flags.step_ms / 1000)
-    figures = asyncio.run(measure(*run)) | asyncio.run(alone(*run))
+    figures = event_loop.run(measure(*run)) | event_loop.run(alone(*run))
     figures["share_of_engine"] = figures["tokens_per_second"] / figures["engine_tokens_per_second"]
     if flags.json:
         print(json.dumps({"streams": flags.streams, "tokens": flags.tokens} | figures))

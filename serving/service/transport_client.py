@@ -3,33 +3,37 @@
 import asyncio
 import json
 import sys
+import time
 
 import grpc
 from smg_grpc_proto import vllm_engine_pb2 as worker
-from smg_grpc_proto import vllm_engine_pb2_grpc
+
+from serving.protocol import WORKER
+from serving.service import event_loop
 
 
-async def ask(stub: vllm_engine_pb2_grpc.VllmEngineStub, number: int, tokens: int) -> tuple[int, int]:
-    """Messages and tokens of one call."""
+async def ask(call: grpc.aio.UnaryStreamMultiCallable, number: int, tokens: int) -> list[bytes]:
+    """The messages of one call, as they came: reading them is not what is measured."""
     params = worker.SamplingParams(max_tokens=tokens, ignore_eos=True)
     prompt = worker.TokenizedInput(input_ids=[number % 32, number // 32, 5])
-    messages = received = 0
-    async for message in stub.Generate(worker.GenerateRequest(tokenized=prompt, sampling_params=params, stream=True)):
-        messages += 1
-        received += len(message.chunk.token_ids)
-    return messages, received
+    request = worker.GenerateRequest(tokenized=prompt, sampling_params=params, stream=True)
+    return [message async for message in call(request.SerializeToString())]
 
 
 async def main(port: str, streams: int, tokens: int) -> None:
-    """Connects, says that it is there, waits for the word, and prints [messages, tokens]."""
+    """Connects, says that it is there, waits for the word, and prints figures of what it has got."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         await channel.channel_ready()
         print("there", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
-        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-        counts = await asyncio.gather(*(ask(stub, number, tokens) for number in range(streams)))
-        print(json.dumps([sum(column) for column in zip(*counts)]), flush=True)
+        start, cpu = time.perf_counter(), time.process_time()
+        call = channel.unary_stream(f"/{WORKER}/Generate")
+        answers = await asyncio.gather(*(ask(call, number, tokens) for number in range(streams)))
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        chunks = [worker.GenerateResponse.FromString(message).chunk for answer in answers for message in answer]
+        figures = {"seconds": seconds, "cpu": cpu, "messages": len(chunks)}
+        print(json.dumps(figures | {"tokens": sum(len(chunk.token_ids) for chunk in chunks)}), flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    event_loop.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -174,9 +174,8 @@ async def _constraints(wish: Wish, card: ModelCard) -> list[Constraint | None]:
     constraints = structured(f"{place}.{kind}")
 
     def compiled() -> list[Constraint | None]:
-        channel = None if wish.from_first_token else constraints.channel_of(card.tokenizer, wish.tokens)
-        one_each = (constraints.compile(kind, value, card.tokenizer, channel=channel) for _ in range(wish.n))
-        return list[Constraint | None](one_each)
+        given, options = (kind, value, card.tokenizer, wish.tokens), {"from_first_token": wish.from_first_token}
+        return [constraints.after(*given, **options) for _ in range(wish.n)]
 
     try:
         return await asyncio.to_thread(compiled)

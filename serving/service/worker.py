@@ -35,26 +35,28 @@ class WorkerServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     @answering
     async def Generate(self, request: worker.GenerateRequest, context: Context) -> None:
-        """Streams the answer; each choice ends with a complete message, the call otherwise with a status."""
+        """Streams the answer; each choice ends with a complete message, the call otherwise with a status.
+
+        Writes bytes (`serving.service.door.SERIALIZED`).
+        """
         self._generator.require_entry(context)
         wish = await worker_request.read(request, self._card, self._generator.limits)
         wants = wish.logprobs is not None
         choices = [Choice(index, wish.tokens, wants) for index in range(wish.n)]
+        streamed, write, sent = request.stream, context.write, self._generator.metrics.counting(WORKER)
         async with contextlib.aclosing(self._generator.outputs(wish, context, WORKER)) as news:
             async for index, outputs in news:
                 output, choice = joined(outputs), choices[index]
                 if output.final is not None:
                     choice.cached_tokens = output.final.cached_tokens
-                if not request.stream:
+                if not streamed:
                     choice.take(output)
                 elif output.tokens:
-                    await self._write(context, worker.GenerateResponse(chunk=choice.chunk(output)))
+                    await write(choice.chunk(output))
+                    sent()
                 if output.final is not None:
-                    await self._write(context, worker.GenerateResponse(complete=choice.complete(output.final)))
-
-    async def _write(self, context: Context, message: worker.GenerateResponse) -> None:
-        await context.write(message)
-        self._generator.metrics.sent(WORKER)
+                    await write(choice.complete(output.final))
+                    sent()
 
     @answering
     async def Embed(self, request: worker.EmbedRequest, context: Context) -> NoReturn:

@@ -104,7 +104,7 @@ def tensors(config: K3Config) -> Tensors:
             for part, rows, cols in (("w1", 96, 64), ("w3", 96, 64), ("w2", 64, 96)):
                 name = f"language_model.{block}.experts.{expert}.{part}"
                 out[f"{name}.weight_packed"] = rng.integers(0, 256, (rows, cols // 2), np.uint8)
-                out[f"{name}.weight_scale"] = rng.integers(0, 255, (rows, cols // 32), np.uint8)
+                out[f"{name}.weight_scale"] = rng.integers(0, 253, (rows, cols // 32), np.uint8)
     return out
 
 

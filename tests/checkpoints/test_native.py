@@ -124,6 +124,15 @@ def test_stored_dtypes_and_shapes_are_compared(damaged, config):
     ]
 
 
+def test_scales_that_make_no_finite_weight_are_refused(tmp_path, config, tree):
+    spoilt = jax.tree.map(lambda array: array, tree)
+    experts = spoilt["layers"]["1"]["ffn"]["experts"]
+    experts["down_scale"] = jnp.asarray(experts["down_scale"]).at[1, 2, 0].set(255)
+    checkpoints.save(tmp_path / "spoilt", config, spoilt)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.ffn\.experts\.down_scale: has scale byte 255 \(NaN\)"):
+        checkpoints.restore(tmp_path / "spoilt")
+
+
 def test_missing_and_damaged_groups_are_listed(damaged):
     import shutil
 

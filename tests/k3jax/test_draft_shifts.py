@@ -50,7 +50,10 @@ def acceptance(case):
             mla.write_pages(empty, layer.attention.rows(context, at), table, zero, valid) for layer in draft.layers
         )
         number = jnp.ones(count, jnp.int32)
-        rows = Rows(number, jnp.repeat(table, count, axis=0), anchors + shift_block, number)
+        # Pages of its own for every anchor: drafting writes behind the context.
+        pools = tuple(jnp.concatenate([pool[:1], *[pool[1:]] * count]) for pool in pools)
+        table = table + pages * jnp.arange(count, dtype=jnp.int32)[:, None]
+        rows = Rows(number, table, anchors + shift_block, number)
         block = draft.draft(pools, ids[anchors], rows, tables.embedding[...], tables.head[...])
         overlaps = []
 

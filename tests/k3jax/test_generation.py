@@ -199,9 +199,10 @@ def test_shapes_stay_few_for_long_prompts():
     assert len(shapes) <= 16
 
 
-def test_decode_compiles_once_and_never_again(door):
+def test_decode_compiles_once_for_each_kind_of_filters_and_never_again(door):
     options = {"max_tokens": 4, "as_ids": True}
-    list(stream(door, PROMPT, **options))
+    for settings in ({}, {"top_k": 2, "top_p": 0.9}, {"min_p": 0.3}):
+        list(stream(door, PROMPT, **options, **settings))
     with Compilations() as compilations:
         for settings in (
             {"temperature": 0.7},

@@ -5,7 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.sampling import GREEDY_BELOW, History, Sampling, SamplingError, draw, keep_likely, penalize, sample
+from k3jax.sampling import (
+    DIGITS,
+    GREEDY_BELOW,
+    Filters,
+    History,
+    Sampling,
+    SamplingError,
+    draw,
+    keep_likely,
+    keep_top_by_search,
+    keep_top_by_sort,
+    penalize,
+    sample,
+)
 
 VOCAB = 37
 ROWS = 6
@@ -82,6 +95,21 @@ def test_filters_match_explicit_loops(seed):
     for row in range(ROWS):
         wanted = kept_by_hand(logits[row], *(values[row] for values in settings.values()))
         assert set(np.flatnonzero(kept[row]).tolist()) == wanted, row
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_search_keeps_what_the_sort_keeps(seed):
+    """And with few digits sometimes a little more, never less."""
+    rng = np.random.default_rng(seed)
+    logits = jnp.asarray(np.round(rng.standard_normal((6, 500)) * 8) / 4, jnp.float32)
+    logits = logits.at[5, 100:].set(-jnp.inf)
+    sampler = Sampling.of(6, top_k=[0, 7, 0, 40, 1, 300], top_p=[0.9, 1.0, 0.3, 0.8, 0.5, 0.95])
+    args = logits, sampler.top_k, sampler.top_p
+    sort = np.isfinite(keep_top_by_sort(*args))
+    exact, rough = (np.isfinite(keep_top_by_search(*args, filters=Filters(), digits=d)) for d in (DIGITS, 3))
+    np.testing.assert_array_equal(exact, sort)
+    assert (rough >= sort).all()
+    assert (rough.sum(1) <= 1.5 * sort.sum(1) + 10).all()
 
 
 def test_ties_with_the_kth_token_stay():

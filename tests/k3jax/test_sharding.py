@@ -1,8 +1,12 @@
+import dataclasses
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from k3jax import params, sharding
+from k3jax import params, sharding, sharding_local
 from k3jax.config import k3, nano
 
 
@@ -42,10 +46,55 @@ def test_two_axes_on_one_mesh_axis_are_refused():
 
 
 def test_unknown_preset():
-    with pytest.raises(sharding.ShardingError, match=r"'tp3' is unknown, expected one of single, tp2, tp8"):
+    with pytest.raises(
+        sharding.ShardingError, match=r"'tp3' is unknown, expected one of single, tp2, tp4, tp8, tp16, dep8"
+    ):
         sharding.layout("tp3")
 
 
 def test_too_few_devices():
     with pytest.raises(sharding.ShardingError, match="needs 8 devices, 2 are visible"):
         sharding.layout("tp8", jax.devices()[:2])
+
+
+def test_parameters_that_share_an_axis_are_split_together():
+    """96 inner channels: eight devices divide weights and codes, but not the three scales of a row."""
+    moe = dataclasses.replace(nano().moe, intermediate_size=96)
+    config = dataclasses.replace(nano(), moe=moe)
+    specs = params.layer_specs(config, 1)["ffn"]["experts"]
+    for preset, axis in (("tp8", None), ("tp2", None), ("single", None)):
+        parts = sharding.layout(preset).partitions(specs)
+        assert {part[-1] for name, part in parts.items() if name.startswith("down")} == {axis}
+    wide = params.layer_specs(dataclasses.replace(config, moe=dataclasses.replace(moe, intermediate_size=256)), 1)
+    parts = sharding.layout("tp8").partitions(wide["ffn"]["experts"])
+    assert {part[-1] for name, part in parts.items() if name.startswith("down")} == {"tensor"}
+    assert {part[2] for name, part in parts.items() if name.startswith("gate_up")} == {"tensor"}
+
+
+def test_terms_of_eight_devices_add_up():
+    """Every kind of term, and rows of a table and experts that live on one device each."""
+    layout, whole, split = sharding.layout("tp8"), PartitionSpec(), PartitionSpec("tensor")
+    rng = np.random.default_rng(0)
+    same, table = rng.standard_normal((3, 16)).astype(np.float32), rng.standard_normal((24, 16)).astype(np.float32)
+    ids = np.array([0, 5, 23, 2, 3], np.int32)
+
+    def local(same, columns, table):
+        terms = (
+            sharding_local.term_of("tensor", same),
+            sharding_local.term_of_columns("tensor", columns),
+            sharding_local.look_up("tensor", table, jnp.asarray(ids)),
+        )
+        sums = [sharding_local.add_up("tensor", term, jnp.dtype("float32")) for term in terms]
+        mine = sharding_local.own_experts("tensor", jnp.asarray(ids)[:, None], 3)
+        return *sums, sharding_local.own_part("tensor", same, 2, 1), mine
+
+    run = layout.on_devices(
+        local, (whole, PartitionSpec(None, "tensor"), split), (whole,) * 3 + (PartitionSpec(None, "tensor"),) * 2
+    )
+    summed, side_by_side, rows, parts, mine = jax.jit(run)(same, same, table)
+    np.testing.assert_array_equal(summed, same)
+    np.testing.assert_array_equal(side_by_side, same)
+    np.testing.assert_array_equal(rows, table[ids])
+    np.testing.assert_array_equal(parts, same)
+    for expert, places in zip(ids, mine, strict=True):
+        assert [(device, place) for device, place in enumerate(places) if place >= 0] == [(expert // 3, expert % 3)]

@@ -383,7 +383,7 @@ def test_the_host_has_no_part_in_a_step(config, target, draft):
     sampler = sampling.Sampling.of(4, temperature=1.0)
     state, context, _ = begin(config, target, draft, PROMPTS, sampler, 9)
     state, stops = speculative(state, context), jnp.full((4, 1), NO_STOP, jnp.int32)
-    lowered = speculate.speculate.lower(*target, *draft, state, sampler, stops, filters=False)
+    lowered = speculate.speculate.lower(*target, *draft, state, sampler, stops, filters=sampling.NO_FILTERS)
     text = lowered.as_text()
     for word in ("callback", "infeed", "outfeed", "stablehlo.send", "stablehlo.recv", "stablehlo.if", "stablehlo.case"):
         assert word not in text

@@ -73,11 +73,13 @@ def test_rules_hold_in_the_block_and_a_mask_ends_it():
     assert (int(judged.block.token[1, 0]), int(judged.block.count[1])) == (9, 1)
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": [4, 0]}, {"top_p": [0.5, 0.8], "temperature": [1.0, 0.0]}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_k": [4, 0]}, {"top_p": [0.5, 0.8], "temperature": [1.0, 0.0]}, {"min_p": 0.2}]
+)
 def test_filters_known_beforehand_change_nothing(settings):
     logits = jnp.asarray(np.random.default_rng(2).standard_normal((2, VOCAB)), jnp.float32)
     sampler = sampling.Sampling.of(2, **settings)
-    known = distribution(logits, sampler, bool(set(settings) & {"top_k", "top_p"}))
+    known = distribution(logits, sampler, sampling.Filters.of(sampler))
     np.testing.assert_array_equal(known, distribution(logits, sampler))
 
 

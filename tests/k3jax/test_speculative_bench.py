@@ -13,6 +13,7 @@ from k3jax import bench as program
 from k3jax import params
 from k3jax.config import k3
 from k3jax.dspark.config import DraftMla, DSparkConfig
+from k3jax.sampling import NO_FILTERS
 from k3jax.speculation import bench, report, synthetic
 from k3jax.speculation.step import speculate
 from tests.k3jax.test_dspark import INFERACT
@@ -65,7 +66,7 @@ def test_the_parts_make_the_step(setting):
     pools = (verified.cache, state.context)
     cache, context = one.commit(pools, bare, loaded.draft_leaves, verified.pending, verified.features, judged)
     args = (loaded.graph, loaded.leaves, loaded.drafter, loaded.draft_leaves, loaded.speculative)
-    after, whole = speculate(*args, loaded.params, loaded.stop_ids, filters=False)
+    after, whole = speculate(*args, loaded.params, loaded.stop_ids, filters=NO_FILTERS)
     np.testing.assert_array_equal(judged.block.token[0, : int(whole.count[0])], whole.token[0, : int(whole.count[0])])
     assert int(judged.block.count[0]) == int(whole.count[0])
     for mine, theirs in zip(

@@ -4,7 +4,7 @@ import pytest
 
 from k3jax.cache import KdaCache, MlaCache
 from serving.engine import Engine
-from serving.launch import Sizes, describe, divide, footprint, launch
+from serving.launch import Sizes, describe, divide, footprint, launch, model_cost
 from serving.prefix_cache import CacheOptions
 from serving.request import RequestError
 from tests.serving.model_fixtures import CHUNK, PAGE, PAGES, ROWS, SLOTS, UNIT, WIDE, prompt, request
@@ -77,6 +77,9 @@ def test_the_plan_is_what_is_allocated(model):
     each = footprint(model, PAGE)
     assert each.weights == model.weight_bytes
     assert each.pools(PAGES, SLOTS) == model.new_cache(SLOTS - 1, PAGES - 1, PAGE).nbytes
+    # Eviction weighs what the pools hold.
+    cost = model_cost(model)
+    assert (cost.state_bytes, cost.latent_bytes_per_token) == (each.slot, each.token)
     first, *rest = describe(CacheOptions(pages=PAGES, slots=SLOTS, page_size=PAGE, unit=4), each, rows=4)
     assert first.startswith(
         f"per device, of 1: {(each.weights + 4 * each.row + each.pools(PAGES, SLOTS)) / 2**20:.1f} MiB"

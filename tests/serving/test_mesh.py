@@ -24,7 +24,8 @@ def config(tiny_config):
     """As the engine's other tests, with heads that two devices can share."""
     kda = dataclasses.replace(tiny_config.kda, num_heads=4)
     mla = dataclasses.replace(tiny_config.mla, num_heads=4)
-    return dataclasses.replace(tiny_config, num_layers=3, mla_layers=(1,), attn_res_block_size=2, kda=kda, mla=mla)
+    sizes = {"vocab_size": 258, "num_layers": 3, "mla_layers": (1,), "attn_res_block_size": 2}
+    return dataclasses.replace(tiny_config, **sizes, kda=kda, mla=mla)
 
 
 @pytest.fixture(scope="module")

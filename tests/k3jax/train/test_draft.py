@@ -10,7 +10,8 @@ import pytest
 from k3jax.cache import Rows
 from k3jax.dspark.model import DSpark
 from k3jax.runtime import Model
-from k3jax.train import draft_losses, draft_run
+from k3jax.train import draft_grow, draft_losses, draft_run
+from k3jax.train.draft_texts import Texts
 from tests import small_draft
 
 
@@ -36,32 +37,35 @@ def config(target):
 
 @pytest.fixture(scope="module")
 def texts():
-    """A text that a first-order head can learn: each id follows from the last one."""
+    """Texts that a first-order head can learn: each id follows from the last one."""
     start = np.random.default_rng(0).integers(0, 60, (64, 1))
-    return ((start + 7 * np.arange(24)[None]) % 60).astype(np.int32)
+    ids = ((start + 7 * np.arange(24)[None]) % 60).astype(np.int32)
+    return Texts(ids, np.zeros(64, np.int32))
 
 
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_packed_pass_equals_drafting_one_by_one(target, config, texts, causal):
     config = dataclasses.replace(config, causal=causal)
     draft = DSpark(config, draft_run.create(config, 1).masters)
-    text = draft_run.read(target.graph, target.leaves, config, jnp.asarray(texts[:2], jnp.int32))
+    text = draft_run.read(target.graph, target.leaves, config, jnp.asarray(texts.ids[:2]))
     anchors = jnp.asarray([[0, 5, 17], [3, 4, 20]], jnp.int32)
     embedding = target.graph.merge(target.leaves).embedding[...]
-    packed = draft_losses.block_hidden(draft, text.features, text.ids, anchors, embedding)
+    packed = jax.jit(draft_losses.block_hidden)(draft, text.features, text.ids, anchors, embedding)
+    extend, one_block = jax.jit(DSpark.extend), jax.jit(DSpark.draft)
     for b, a in np.ndindex(2, 3):
         length = int(anchors[b, a])
         rows = Rows(*(jnp.asarray(v, jnp.int32) for v in ([1], [[1, 2]], [0], [length])))
         pools = tuple(jnp.zeros((3, 16, config.attention.row_width)) for _ in range(config.num_layers))
-        pools = draft.extend(pools, text.features[b : b + 1], rows)
+        pools = extend(draft, pools, text.features[b : b + 1], rows)
         anchor = text.ids[b, length][None]
-        alone = draft.draft(pools, anchor, rows.advance(), embedding, embedding).hidden[0]
+        following = dataclasses.replace(rows.advance(), query_length=jnp.ones(1, jnp.int32))
+        alone = one_block(draft, pools, anchor, following, embedding, embedding).hidden[0]
         np.testing.assert_allclose(packed[b, a], alone, rtol=2e-4, atol=2e-5)
 
 
 def test_the_loss_falls_and_drafts_survive(target, config, texts):
-    recipe = draft_run.Recipe(steps=60, peak=1e-2, anchors=8)
-    history = [r for _, r in draft_run.train(target, config, draft_run.create(config, 0), texts, recipe, rows=8)]
+    recipe = draft_run.Recipe(steps=60, peak=1e-2, rows=8, anchors=8)
+    history = [r for _, r in draft_run.train(target, config, draft_run.create(config, 0), [texts], recipe)]
     assert float(history[-1].variation) < 0.85 * float(history[0].variation)
     assert float(history[-1].acceptance_length) > 0.2 + float(history[0].acceptance_length)
     assert np.isfinite([float(entry.loss) for entry in history]).all()
@@ -70,52 +74,90 @@ def test_the_loss_falls_and_drafts_survive(target, config, texts):
 
 def test_every_parameter_gets_a_gradient(target, config, texts):
     state = draft_run.create(config, 0)
-    text = draft_run.read(target.graph, target.leaves, config, jnp.asarray(texts[:4], jnp.int32))
-    anchors = jnp.asarray(draft_run.draw_anchors(np.random.default_rng(0), 4, 24, 6))
+    text = draft_run.read(target.graph, target.leaves, config, jnp.asarray(texts.ids[:4]))
+    anchors = jnp.asarray(draft_run.draw_anchors(np.random.default_rng(0), texts.begin[:4], 24, 6))
     embedding = target.graph.merge(target.leaves).embedding[...]
     noisy = jax.tree.map(lambda m: m + 0.02, state.masters)  # off the zero of the Markov head
 
     def loss(masters):
         return draft_losses.losses(DSpark(config, masters), text, anchors, embedding, embedding).loss
 
-    for path, gradient in jax.tree_util.tree_leaves_with_path(jax.grad(loss)(noisy)):
+    for path, gradient in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(noisy)):
         assert np.isfinite(gradient).all(), path
         assert np.any(np.asarray(gradient)), path
 
 
 def test_a_run_may_resume(target, config, texts):
-    recipe = draft_run.Recipe(steps=6, anchors=4)
-    *_, (whole, _) = draft_run.train(target, config, draft_run.create(config, 0), texts, recipe, rows=4)
-    steps = draft_run.train(target, config, draft_run.create(config, 0), texts, recipe, rows=4)
+    recipe = draft_run.Recipe(steps=6, rows=4, anchors=4)
+    *_, (whole, _) = draft_run.train(target, config, draft_run.create(config, 0), [texts], recipe)
+    steps = draft_run.train(target, config, draft_run.create(config, 0), [texts], recipe)
     for _ in range(3):
         half, _ = next(steps)
     half = jax.tree.map(jnp.array, half)
-    *_, (resumed, _) = draft_run.train(target, config, half, texts, recipe, rows=4)
+    *_, (resumed, _) = draft_run.train(target, config, half, [texts], recipe)
     for mine, theirs in zip(jax.tree.leaves(resumed), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_texts_may_stay_on_the_device(target, config, texts):
-    recipe = draft_run.Recipe(steps=3, anchors=4)
-    resident = dataclasses.replace(recipe, resident=True)
-    results = [
-        [float(result.loss) for _, result in draft_run.train(target, config, draft_run.create(config, 0), texts, r, 4)]
-        for r in (recipe, resident)
-    ]
-    assert len(results[0]) == 3
-    np.testing.assert_allclose(*results, rtol=1e-5)
-    memory = draft_run.remember(target, config, texts[:6], 4)
-    np.testing.assert_array_equal(memory.ids, texts[:6])
+def test_texts_may_stay_on_the_device(target, config, texts, monkeypatch):
+    """Of two lengths, in chunks that do not fill up."""
+    kinds = [texts.take(slice(0, 10)), Texts(texts.ids[:, :12], texts.begin)]
+    monkeypatch.setattr(draft_run.Shelf, "PARTS", 2)
+    recipe = draft_run.Recipe(steps=4, rows=4, anchors=4, resident=True)
+    shelves = [draft_run.Shelf(target, config, part, recipe, 24) for part in kinds]
+    for shelf, rows, size in zip(shelves, (4, 8), (24, 12), strict=True):
+        held, anchors = shelf.batch(np.random.default_rng(3))
+        assert anchors.shape == (rows, 4 * size // 24)
+        again = draft_run.read(target.graph, target.leaves, config, held.ids)
+        assert all(any((row == text).all() for text in shelf.texts.ids) for row in np.asarray(held.ids))
+        for mine, theirs in zip(held, again, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    steps = draft_run.train(target, config, draft_run.create(config, 0), kinds, recipe)
+    assert np.isfinite([float(result.loss) for _, result in steps]).all()
 
 
 def test_a_schedule_may_end_with_the_time(target, config, texts):
-    recipe = draft_run.Recipe(steps=10**6, seconds=0.5, anchors=4)
-    taken = sum(1 for _ in draft_run.train(target, config, draft_run.create(config, 0), texts, recipe, 4))
+    recipe = draft_run.Recipe(steps=10**6, seconds=0.5, rows=4, anchors=4)
+    taken = sum(1 for _ in draft_run.train(target, config, draft_run.create(config, 0), [texts], recipe))
     assert 1 <= taken < 10_000
 
 
-def test_anchors_are_distinct_and_have_a_label():
-    anchors = draft_run.draw_anchors(np.random.default_rng(0), 5, 12, 40)
-    assert anchors.shape == (5, 11)
+def test_anchors_are_distinct_and_lie_where_the_target_wrote():
+    begin = np.array([0, 1, 5, 9, 12], np.int32)
+    anchors = draft_run.draw_anchors(np.random.default_rng(0), begin, 12, 6)
+    assert anchors.shape == (5, 6)
     assert (np.diff(anchors, axis=1) > 0).all()
-    assert anchors.max() == 10
+    assert anchors.max() == 10  # a token follows
+    assert set(anchors[2]) <= set(range(4, 11))  # the last token of the prompt is an anchor
+    assert {8, 9, 10} <= set(anchors[3])  # too few of those: the rest from the prompt
+    assert draft_run.draw_anchors(np.random.default_rng(0), begin, 12, 40).shape == (5, 11)
+
+
+def test_rows_weigh_as_often_as_they_are_reached():
+    objective = draft_losses.Objective(decay=2.0, reach=True)
+    valid = np.array([[[True, True, True, False]]])
+    q, p = np.float32([[[0.1, 0.6, 0.2, 0.5]]]), np.float32([[[0.2, 0.3, 0.4, 0.5]]])
+    weight = draft_losses._row_weights(objective, jnp.asarray(valid), jnp.asarray(q), jnp.asarray(p))
+    np.testing.assert_allclose(weight[0, 0], np.exp([0, -0.5, -1, -1.5]) * [1, 0.5, 0.5, 0], rtol=1e-6)
+    plain = draft_losses._row_weights(draft_losses.Objective(), jnp.asarray(valid), jnp.asarray(q), jnp.asarray(p))
+    np.testing.assert_allclose(plain[0, 0], np.exp([0, -0.25, -0.5, -0.75]) * [1, 1, 1, 0], rtol=1e-6)
+
+
+def test_a_grown_draft_computes_the_same(target, config, texts):
+    small = dataclasses.replace(config, target_layer_ids=(1,))
+    large = dataclasses.replace(
+        config, num_layers=2, target_layer_ids=(0, 1), attention=dataclasses.replace(config.attention, num_kv_heads=2)
+    )
+    parameters = jax.tree.map(lambda m: m + 0.02, draft_run.create(small, 1).masters)
+    fresh = draft_run.create(large, 2).masters
+    text = draft_run.read(target.graph, target.leaves, large, jnp.asarray(texts.ids[:2]))
+    tap, other = jnp.split(text.features, 2, axis=-1)
+    anchors, embedding = jnp.asarray([[0, 5], [3, 20]], jnp.int32), target.graph.merge(target.leaves).embedding[...]
+    run = jax.jit(draft_losses.block_hidden)
+    grown = DSpark(large, draft_grow.grow(small, parameters, large, fresh))
+    before = run(DSpark(small, parameters), tap, text.ids, anchors, embedding)
+    np.testing.assert_allclose(
+        run(grown, jnp.concatenate([tap, other], axis=-1), text.ids, anchors, embedding), before, rtol=1e-5, atol=1e-6
+    )
+    with pytest.raises(ValueError, match="num_layers is 2, expected at most 1"):
+        draft_grow.grow(large, fresh, small, parameters)

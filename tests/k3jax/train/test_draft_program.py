@@ -3,14 +3,17 @@
 import dataclasses
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from checkpoints import orbax_adapter
-from k3jax import api
+from k3jax import api, step
+from k3jax.cache import Rows
 from k3jax.runtime import Model
-from k3jax.train import draft_acceptance, draft_program
+from k3jax.train import draft_acceptance, draft_program, draft_texts
 from k3jax.train.draft_data import Prepared
+from k3jax.train.draft_texts import Texts
 from k3jax.train.report import Journal
 
 FILES = {"training": {"a.py": 90, "b.rst": 70, "c.py": 30}, "validation": {"d.py": 80, "e.md": 60}}
@@ -52,23 +55,65 @@ def test_texts_mix_python_prose_and_chat(prepared):
 
 def test_a_run_that_goes_on_has_the_same_texts(prepared, tmp_path, monkeypatch):
     model = object.__new__(Model)  # nothing reads it here
-    monkeypatch.setattr(draft_program, "write_texts", lambda _, prompts, plan: np.pad(prompts, ((0, 0), (0, 16))))
-    plan = draft_program.Plan(out=tmp_path, steps=1, texts=6, length=24, prompt=8, corpus=10)
+    monkeypatch.setattr(draft_program, "TOGETHER", 4)
+
+    def write(_, prompts, length, seed):
+        rest = np.full((len(prompts), length - prompts.shape[1]), seed % 60, np.int32)
+        return Texts(np.concatenate([prompts, rest], axis=1), np.full(len(prompts), prompts.shape[1], np.int32))
+
+    monkeypatch.setattr(draft_texts, "write", write)
+    plan = draft_program.Plan(out=tmp_path, steps=1, texts=(6, 2), length=(32, 48), corpus=10)
     with Journal(tmp_path / "log.jsonl") as journal:
         first, again = (draft_program.gather_texts(model, prepared, plan, journal) for _ in range(2))
-    assert first.shape == (16, 24)
-    np.testing.assert_array_equal(again, first)
+    assert [part.ids.shape for part in first] == [(16, 32), (12, 48)]
+    assert first[0].begin.tolist() == [2] * 4 + [16] * 2 + [0] * 10
+    assert len(set(first[0].ids[[0, 4], -1]) | {first[1].ids[0, -1]}) == 3  # every batch has a seed of its own
+    for mine, theirs in zip(again, first, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
-def test_a_draft_is_trained_saved_resumed_and_measured(prepared, tiny_config, random_tree, tmp_path, monkeypatch):
+def test_lengths_and_numbers_of_texts_go_together(tmp_path):
+    with pytest.raises(ValueError, match="2 lengths and 1 numbers of texts"):
+        draft_program.Plan(out=tmp_path, steps=1, texts=(6,), length=(32, 48))
+
+
+def test_the_error_counts_rows_not_steps():
+    alike = draft_acceptance.summarise(np.array([[0, 2], [2, 0], [1, -1]]))
+    assert alike == (2.0, 0.0, [0.6, 0.4])
+    apart = draft_acceptance.summarise(np.array([[0, 2], [0, 2]]))
+    assert apart.acceptance_length == 2.0
+    assert apart.standard_error == 1.0  # of two rows, at 0 and 2
+
+
+@pytest.fixture(scope="module")
+def small(tiny_config, random_tree):
     config = dataclasses.replace(
         tiny_config, num_layers=2, mla_layers=(1,), vocab_size=64, bos_token_id=60, eos_token_id=62, pad_token_id=63
     )
-    model = Model.of(config, random_tree(config))
+    return Model.of(config, random_tree(config))
+
+
+def test_the_target_goes_on_from_its_prompts(small, monkeypatch):
+    """With the likeliest token in place of a random one; the reference is one pass without a cache."""
+    monkeypatch.setattr(draft_texts, "draw", lambda logits, _: jnp.argmax(logits, axis=-1).astype(jnp.int32))
+    monkeypatch.setattr(draft_texts, "PREFILLED", 2)
+    prompts = np.random.default_rng(0).integers(0, 60, (4, 70)).astype(np.int32)
+    texts = draft_texts.write(small, prompts, 110, 0)
+    assert texts.ids.shape == (4, 110)
+    assert texts.begin.tolist() == [70] * 4
+    np.testing.assert_array_equal(texts.ids[:, :70], prompts)
+    rows = Rows(np.zeros(4, np.int32), np.zeros((4, 1), np.int32), np.zeros(4, np.int32), np.full(4, 110, np.int32))
+    logits = step.forward(small.graph, small.leaves, *small.place((rows, texts.ids))).logits
+    np.testing.assert_array_equal(texts.ids[:, 70:], np.argmax(logits, axis=-1)[:, 69:-1])
+
+
+@pytest.mark.slow
+def test_a_draft_is_trained_saved_resumed_and_measured(prepared, small, tmp_path, monkeypatch):
+    model, config = small, small.config
     draft_config = draft_program.draft_config(config, block_size=3, num_layers=1, markov_rank=8, markov_kind="rnn")
     plan = draft_program.Plan(
-        out=tmp_path, steps=4, rows=2, anchors=4, texts=6, length=24, prompt=8, corpus=4, save_every=2
+        out=tmp_path, steps=4, rows=2, anchors=4, texts=(6,), length=(24,), corpus=4, save_every=2
     )
     storage = orbax_adapter.write, orbax_adapter.read
     state = draft_program.run(model, draft_config, prepared, plan, *storage)
@@ -76,7 +121,8 @@ def test_a_draft_is_trained_saved_resumed_and_measured(prepared, tiny_config, ra
     assert [path.name for path in sorted(tmp_path.glob("state-*"))] == ["state-000002", "state-000004"]
     again = draft_program.run(model, draft_config, prepared, dataclasses.replace(plan, steps=5), *storage)
     assert int(again.step) == 5
-    assert np.load(tmp_path / draft_program.TEXTS).shape == (6, 24)
+    with np.load(tmp_path / "texts-24.npz") as texts:
+        assert texts["ids"].shape == (6, 24)
     assert json.loads((tmp_path / "draft" / "config.json").read_text())["markov_head_type"] == "rnn"
     draft = api.load_draft(tmp_path / "draft", model)
     protocol = draft_acceptance.Protocol(rows=3, prompt=16, long_prompt=70, tokens=12)

@@ -7,8 +7,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas import attn_res
-from pallas.attn_res import bench, mosaic, mosaic_read, mosaic_stream
-from pallas.attn_res.shapes import HIDDEN, MOST_SOURCES, PREFILL_TOKENS
+from pallas.attn_res import bench, mosaic, mosaic_read, mosaic_stream, mosaic_summary
+from pallas.attn_res.shapes import HIDDEN, MOST_SOURCES, PREFILL_TOKENS, SITES
 from tests.pallas.comparison import relative
 
 EPS, NORM_EPS = 1e-5, 2e-5
@@ -143,6 +143,39 @@ def test_refusals_carry_their_reason(kernel, sources, width, dtype, reason):
     args = ((row,) * sources, row, row, weight, weight, weight)
     with pytest.raises(NotImplementedError, match=reason):
         jax.eval_shape(lambda *args: kernel.read(*args, EPS, NORM_EPS), *args)
+
+
+def test_interpreted_phase_one_and_phase_two_are_a_read():
+    """Four reads of two tokens in two groups; a source of zeros and one of huge norm among the three."""
+    sources, prefix, _, *_ = draw(3, tokens=2)
+    sources = (jnp.zeros_like(prefix), *sources[1:-1], sources[-1] * jnp.bfloat16(1e15))
+    rng = np.random.default_rng(3)
+    norms, queries = (jnp.asarray(rng.standard_normal((4, WIDTH)) / scale, jnp.bfloat16) for scale in (1, 16))
+    run = lambda *args: mosaic_summary.summarize(*args, EPS, groups=2, interpret=INTERPRET)  # noqa: E731
+    summary = jax.jit(run)(sources, norms, queries)
+    for site in range(4):
+        actual = attn_res.merge(summary, site, prefix, norms[site], queries[site])
+        values = np.stack([np.asarray(x, np.float64) for x in (*sources, prefix)])
+        keys = values / np.sqrt((values**2).mean(-1, keepdims=True) + EPS)
+        scores = keys @ (np.asarray(norms[site], np.float64) * np.asarray(queries[site], np.float64))
+        weights = np.exp(scores - scores.max(0))
+        assert relative(actual, (weights[..., None] * values).sum(0) / weights.sum(0)[..., None]) < 2**-7
+
+
+def test_phase_one_lowers_for_cuda():
+    row, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, HIDDEN), (SITES, HIDDEN)))
+    traced = jax.jit(lambda *args: mosaic_summary.summarize(*args, EPS)).trace((row,) * MOST_SOURCES, weight, weight)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("sources", "tokens", "sites", "reason"),
+    [(9, 1, 24, "got 9"), (8, 65, 24, "65"), (8, 1, 20, "20"), (0, 1, 8, "got 0")],
+)
+def test_phase_one_refuses_with_a_reason(sources, tokens, sites, reason):
+    row, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((tokens, HIDDEN), (sites, HIDDEN)))
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(lambda *args: mosaic_summary.summarize(*args, EPS), (row,) * sources, weight, weight)
 
 
 def test_a_named_kernel_refuses_without_a_gpu():

@@ -1,6 +1,7 @@
 """The Mosaic GPU kernels on a GPU, at sizes that interpretation cannot reach.
 
-`JAX_PLATFORMS=cuda python -m pytest -m gpu tests/pallas/kda/test_gpu.py`, or as a script with a line per check.
+`JAX_PLATFORMS=cuda python -m pytest -m gpu tests/pallas/kda/test_gpu.py`, or as a script with a line per check, for all
+parts or those named: order, regimes, packed, long, pools, tokens, layers.
 Expected values are a float64 recurrence on the device; memory is poisoned with NaN before every call.
 """
 
@@ -18,9 +19,14 @@ from pallas import kda
 BOUND = 1e-2
 LENGTHS = np.arange(1, 131, dtype=np.int32)
 TOKENS, HEADS, DIM = 130, 2, 128
+STARTS = np.cumsum([0, *(-(-LENGTHS // 64) * 64)], dtype=np.int32)[:-1]
+LINE = int(STARTS[-1]) + 256
+"""Tokens of the line in which all rows are packed, some after the last row."""
 CUTS = (1, 23, 64, 77)
 SLOTS = 1400
 """Of 96 heads: 8.8 GB, so offsets pass 2^31 in bytes and in elements."""
+FEW_AND_MANY = [(1, 12), (3, 96)]
+LAYERS = 69
 REGIMES = [
     *((gates, "random") for gates in ("random", "slow", "bound", "mixed")),
     ("random", "identical"),
@@ -136,9 +142,9 @@ def abstract(*args):
     return jax.eval_shape(lambda: draw(*args))
 
 
-def row_checks(run):
-    """Every length from 1 to 130 as a row of one call, in every regime; then padding, order and continuation."""
-    length = jnp.asarray(LENGTHS)
+def regime_checks(run):
+    """Every length from 1 to 130 as a row of one call, in every regime, with NaN in all padding."""
+    run, length = run["lengths"], jnp.asarray(LENGTHS)
     for gates, keys in REGIMES:
         call = draw(len(LENGTHS), TOKENS, HEADS, gates, keys)
         beyond = jnp.arange(TOKENS)[None] >= length[:, None]
@@ -149,6 +155,11 @@ def row_checks(run):
             # Twice what one rounding of the operands alone does to this input, or the usual bound if that is larger.
             yield f"lengths 1..130, {gates} gates, {keys} keys: {name}", relative(a, b), max(BOUND, 2 * relative(c, b))
         yield "  output past the length", float(jnp.abs(jnp.where(beyond[..., None, None], result.output, 0)).sum()), 0
+
+
+def order_checks(run):
+    """Rows in another order, rows without tokens, and continuation from a state at unaligned positions."""
+    run, length = run["lengths"], jnp.asarray(LENGTHS)
     call = draw(len(LENGTHS), TOKENS, HEADS)
     straight = run(*call, length)
     order = jnp.asarray(np.random.default_rng(0).permutation(len(LENGTHS)))
@@ -169,6 +180,19 @@ def row_checks(run):
         yield "  window", differing([second.window], [whole.window]), 0
 
 
+def packed_checks(run):
+    """Rows of every length from 1 to 130 packed in one line, NaN between them, against the same rows padded."""
+    call, length = draw(len(LENGTHS), TOKENS, HEADS), jnp.asarray(LENGTHS)
+    apart = run["lengths"](*call, length)
+    place = np.concatenate([start + np.arange(count) for start, count in zip(STARTS, LENGTHS)])
+    row, token = np.repeat(np.arange(len(LENGTHS)), LENGTHS), np.concatenate([np.arange(x) for x in LENGTHS])
+    line = (jnp.full((LINE, *x.shape[2:]), jnp.nan, x.dtype).at[place].set(x[row, token]) for x in call[:3])
+    packed = poisoned(run["packed"], *line, *call[3:], jnp.asarray(STARTS), length)
+    wanted = jnp.zeros(packed.output.shape, packed.output.dtype).at[place].set(apart.output[row, token])
+    yield "packed rows: output", differing([packed.output], [wanted]), 0
+    yield "  state and window", differing(packed[1:3], apart[1:3]), 0
+
+
 def long_checks(run):
     """A rank's sequence in segments against float64; rows whose inputs pass 2^31 bytes against one row alone."""
     for gates in ("random", "slow"):
@@ -180,6 +204,56 @@ def long_checks(run):
     whole = poisoned(run["rows"], *call, length)
     one = run["row"](*(x[2:] for x in call[:3]), call[3], *(x[2:] for x in call[4:]), length[2:])
     yield "row 2 of 3 x 8192 x 96 heads equals that row alone", differing([x[2:] for x in whole[:3]], one[:3]), 0
+
+
+def token_checks(run):
+    """Eight verified and committed tokens in every regime against float64, and as eight decode steps bit for bit.
+
+    Few heads run as clusters of blocks, many as one block a head.
+    """
+    width = 8
+    for rows, heads in FEW_AND_MANY:
+        slot, length = jnp.arange(1, rows + 1, dtype=jnp.int32), jnp.full(rows, width, jnp.int32)
+        for gates, keys in REGIMES:
+            *tokens, weights, state, window = draw(rows, width, heads, gates, keys)
+            call = (*tokens, weights, state, window)
+            (output, final), (near, close) = float64(call, length), float64(call, length, jnp.bfloat16)
+            held = tuple(jnp.concatenate([jnp.full_like(x[:1], jnp.nan), x]) for x in (state, window))
+            verified = poisoned(run[f"verify {heads}"], *tokens, weights, *held, slot, length)
+            committed = poisoned(run[f"commit {heads}"], verified.records, tokens[0], *held, slot, length)
+            name = f"{width} tokens, {rows} x {heads} heads, {gates} gates, {keys} keys"
+            for what, a, b, c in (
+                ("verify output", verified.output, output, near),
+                ("committed state", committed.state_pool[slot], final, close),
+            ):
+                yield f"{name}: {what}", relative(a, b), max(BOUND, 2 * relative(c, b))
+            outputs = []
+            for token in range(width):
+                at = (x[:, token] for x in tokens)
+                step = run[f"decode {heads}"](*at, weights, *held, slot, jnp.zeros(rows, bool))
+                outputs, held = [*outputs, step.output], (step.state_pool, step.window_pool)
+            yield "  decode output", differing([jnp.stack(outputs, axis=1)], [verified.output]), 0
+            pools = [(x[slot], y[slot]) for x, y in zip(held, committed)]
+            yield "  decode state and window", sum(differing([x], [y]) for x, y in pools), 0
+
+
+def layer_checks(run):
+    """Layers committed together against each alone, bit for bit."""
+    width, heads, rows = 5, 12, 3
+    slot, accepted = jnp.array([2, 0, 4], jnp.int32), jnp.array([5, 4, 1], jnp.int32)
+    records, qkvz, pools = [], [], []
+    for layer in range(LAYERS):
+        *tokens, weights, state, window = draw(rows, width, heads, seed=layer)
+        held = kda.Pools(*(jnp.concatenate([x, x]) for x in (state, window)))
+        verified = run["verify"](*tokens, weights, *held, slot, jnp.full(rows, width, jnp.int32))
+        records.append(verified.records)
+        qkvz.append(tokens[0])
+        pools.append(held)
+    together = poisoned(run["layers"], records, qkvz, pools, slot, accepted)
+    alone = [run["layer"](*layer, *pool, slot, accepted) for *layer, pool in zip(records, qkvz, pools)]
+    yield f"{LAYERS} layers together equal each alone", differing(*map(jax.tree.leaves, (together, alone))), 0
+    moved = sum(differing([x.state_pool[slot[0]]], [y.state_pool[slot[0]]]) > 0 for x, y in zip(together, pools))
+    yield "  layers whose state did not change", LAYERS - moved, 0
 
 
 def pool_checks(run):
@@ -234,33 +308,83 @@ def pool_programs():
         yield f"decode {name}", (functools.partial(kda.decode, **named), decode, {"donate_argnums": (4, 5)})
 
 
-def checks():
-    """(name, error, bound) of every check."""
-    count = lambda rows: jax.ShapeDtypeStruct((rows,), jnp.int32)  # noqa: E731
-    run = compile_all(
-        {
-            "lengths": (prefill, (*abstract(len(LENGTHS), TOKENS, HEADS), count(len(LENGTHS))), {}),
-            "rank": (prefill, (*abstract(1, 8192, 12), count(1)), {}),
-            "rows": (prefill, (*abstract(3, 8192, 96), count(3)), {}),
-            "row": (prefill, (*abstract(1, 8192, 96), count(1)), {}),
-            **dict(pool_programs()),
-        }
-    )
-    for part in (lambda: pool_checks(run), lambda: long_checks(run), lambda: row_checks(run["lengths"])):
-        try:
-            yield from part()
-        except Exception as error:
-            if "pytest" in sys.modules:
-                raise
-            yield f"{type(error).__name__}: {str(error)[:300]}", np.inf, 0
+def token_arguments(rows, width, heads):
+    call, ids = abstract(rows, width, heads), count(rows)
+    held = tuple(jax.ShapeDtypeStruct((rows + 1, *x.shape[1:]), x.dtype) for x in call[4:])
+    first = tuple(jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype) for x in call[:3])
+    record = jax.ShapeDtypeStruct((rows, width, heads, DIM), jnp.float32)
+    verify = (*call[:4], *held, ids, ids)
+    commit = (kda.Records(record, record, record), call[0], *held, ids, ids)
+    return verify, commit, (*first, call[3], *held, ids, jax.ShapeDtypeStruct((rows,), bool))
+
+
+def token_programs():
+    named = {"implementation": "mosaic"}
+    for rows, heads in FEW_AND_MANY:
+        verify, commit, decode = token_arguments(rows, 8, heads)
+        yield f"verify {heads}", (functools.partial(kda.verify, **named), verify, {})
+        yield f"commit {heads}", (functools.partial(kda.commit, **named), commit, {})
+        yield f"decode {heads}", (functools.partial(kda.decode, **named), decode, {})
+
+
+def layer_programs():
+    named = {"implementation": "mosaic"}
+    call, ids = abstract(3, 5, 12), count(3)
+    held = kda.Pools(*(jax.ShapeDtypeStruct((6, *x.shape[1:]), x.dtype) for x in call[4:]))
+    record = jax.ShapeDtypeStruct((3, 5, 12, DIM), jnp.float32)
+    records = kda.Records(record, record, record)
+    each = tuple([x] * LAYERS for x in (records, call[0], held))
+    yield "verify", (functools.partial(kda.verify, **named), (*call[:4], *held, ids, ids), {})
+    yield "layer", (functools.partial(kda.commit, **named), (records, call[0], *held, ids, ids), {})
+    yield "layers", (functools.partial(kda.commit_layers, **named), (*each, ids, ids), {})
+
+
+def row_programs():
+    yield "lengths", (prefill, (*abstract(len(LENGTHS), TOKENS, HEADS), count(len(LENGTHS))), {})
+
+
+def packed_programs():
+    call, ids = abstract(len(LENGTHS), TOKENS, HEADS), count(len(LENGTHS))
+    line = (jax.ShapeDtypeStruct((LINE, *x.shape[2:]), x.dtype) for x in call[:3])
+    yield from row_programs()
+    yield "packed", (functools.partial(kda.prefill_packed, implementation="mosaic"), (*line, *call[3:], ids, ids), {})
+
+
+def long_programs():
+    yield "rank", (prefill, (*abstract(1, 8192, 12), count(1)), {})
+    yield "rows", (prefill, (*abstract(3, 8192, 96), count(3)), {})
+    yield "row", (prefill, (*abstract(1, 8192, 96), count(1)), {})
+
+
+def count(rows):
+    return jax.ShapeDtypeStruct((rows,), jnp.int32)
+
+
+PARTS = {
+    "order": (row_programs, order_checks),
+    "regimes": (row_programs, regime_checks),
+    "packed": (packed_programs, packed_checks),
+    "long": (long_programs, long_checks),
+    "pools": (pool_programs, pool_checks),
+    "tokens": (token_programs, token_checks),
+    "layers": (layer_programs, layer_checks),
+}
+
+
+def checks(part):
+    """(name, error, bound) of every check of a part, each part with programs of its own."""
+    programs, run = PARTS[part]
+    yield from run(compile_all(dict(programs())))
 
 
 @pytest.mark.gpu
-def test_kernels_on_a_gpu():
-    failed = [f"{name}: {error:.2e} > {bound:.0e}" for name, error, bound in checks() if not error <= bound]
+@pytest.mark.parametrize("part", PARTS)
+def test_kernels_on_a_gpu(part):
+    failed = [f"{name}: {error:.2e} > {bound:.0e}" for name, error, bound in checks(part) if not error <= bound]
     assert not failed, "\n".join(failed)
 
 
 if __name__ == "__main__":
-    for name, error, bound in checks():
-        print(f"{'ok  ' if error <= bound else 'FAIL'} {name}: {error:.2e} (bound {bound:.0e})", flush=True)
+    for part in sys.argv[1:] or PARTS:
+        for name, error, bound in checks(part):
+            print(f"{'ok  ' if error <= bound else 'FAIL'} {name}: {error:.2e} (bound {bound:.0e})", flush=True)

@@ -7,8 +7,18 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas import kda
-from pallas.kda import mosaic, mosaic_affine, mosaic_decode, mosaic_prefill, mosaic_verify, xla
-from pallas.kda.shapes import HEAD_DIM, HEADS, PREFILL_TOKENS, VERIFY_TOKENS
+from pallas.kda import (
+    mosaic,
+    mosaic_affine,
+    mosaic_commit,
+    mosaic_decode,
+    mosaic_decode_cluster,
+    mosaic_prefill,
+    mosaic_verify,
+    mosaic_verify_cluster,
+    xla,
+)
+from pallas.kda.shapes import HEAD_DIM, HEADS, LAYERS, PREFILL_TOKENS, VERIFY_TOKENS
 
 BOUND, EPS = -5.0, 1e-5
 INTERPRET = plgpu.InterpretGPUParams()
@@ -21,21 +31,21 @@ def pools(case, slot, slots=5):
     return state.at[slot].set(case.state), window.at[slot].set(case.window)
 
 
-def decode(case, token, state, window, slot, fresh):
+def decode(case, token, state, window, slot, fresh, module=mosaic_decode):
     inputs = [x[:, token] for x in case.tokens[:3]]
-    run = jax.jit(lambda *args: mosaic_decode.decode(*args, BOUND, EPS, INTERPRET))
+    run = jax.jit(lambda *args: module.decode(*args, BOUND, EPS, INTERPRET))
     return run(*inputs, case.tokens[3], state, window, slot, fresh)
 
 
-@pytest.mark.parametrize("blocks", [132, 1])
-def test_decode_interpreted(blocks, make_case, float64_recurrence, close, monkeypatch):
-    """With one block, it walks over all rows, the inert one included."""
-    monkeypatch.setattr(mosaic_decode, "MULTIPROCESSORS", blocks)
+@pytest.mark.parametrize("module", [mosaic_decode, mosaic_decode_cluster])
+def test_decode_interpreted(module, make_case, float64_recurrence, close, monkeypatch):
+    """The kernel for many heads has one block here, which walks over all rows, the inert one included."""
+    monkeypatch.setattr(mosaic_decode, "MULTIPROCESSORS", 1)
     case = make_case(3, 1, 1, HEAD_DIM, jnp.bfloat16)
     slot, fresh = jnp.array([4, 0, 2], jnp.int32), jnp.array([False, False, True])
     state, window = pools(case, slot)
     state, window = state.at[2].set(jnp.nan), window.at[2].set(jnp.nan)
-    output, new_state, new_window = decode(case, 0, state, window, slot, fresh)
+    output, new_state, new_window = decode(case, 0, state, window, slot, fresh, module)
     case.state, case.window = case.state.at[2].set(0), case.window.at[2].set(0)
     expected = float64_recurrence(case, [1, 0, 1])
     close(output, expected["output"][:, 0], 1e-2, "output")
@@ -48,16 +58,20 @@ def test_decode_interpreted(blocks, make_case, float64_recurrence, close, monkey
 
 
 def test_verify_and_commit_interpreted(make_case):
-    case = make_case(2, 3, 1, HEAD_DIM, jnp.bfloat16)
-    slot, accepted = jnp.array([1, 3], jnp.int32), jnp.array([3, 2], jnp.int32)
+    case = make_case(2, 4, 1, HEAD_DIM, jnp.bfloat16)
+    slot, accepted = jnp.array([1, 3], jnp.int32), jnp.array([4, 2], jnp.int32)
     state, window = pools(case, slot)
-    verify = jax.jit(lambda *args: mosaic_verify.verify(*args, BOUND, EPS, INTERPRET))
-    result = verify(*case.tokens, state, window, slot, accepted)
-    assert not np.any(result.output[1, 2])
-    assert not any(np.any(x[1, 2]) for x in result.records)
-    commit = jax.jit(lambda *args: mosaic_verify.commit(*args, INTERPRET))
+    results = []
+    for module in (mosaic_verify, mosaic_verify_cluster):
+        verify = jax.jit(lambda *args, module=module: module.verify(*args, BOUND, EPS, INTERPRET))
+        results.append(verify(*case.tokens, state, window, slot, accepted))
+    result = results[0]
+    assert all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, results)))
+    assert not np.any(result.output[1, 2:])
+    assert not any(np.any(x[1, 2:]) for x in result.records)
+    commit = jax.jit(lambda *args: mosaic_commit.commit(*args, INTERPRET))
     committed = commit(result.records, case.tokens[0], state, window, slot, accepted)
-    for token in range(3):
+    for token in range(4):
         live = jnp.where(token < accepted, slot, 0)
         output, state, window = decode(case, token, state, window, live, jnp.zeros(2, bool))
         assert np.array_equal(output, result.output[:, token])
@@ -76,6 +90,27 @@ def test_prefill_interpreted(make_case, float64_recurrence, close):
     case = make_case(1, 70, 1, HEAD_DIM, jnp.bfloat16, gates="mixed")
     case.tokens = (*(x.at[:, 67:].set(jnp.nan) for x in case.tokens[:3]), case.tokens[3])
     check_prefill(case, [67], jnp.array([[64, 33]], jnp.int32), float64_recurrence, close)
+
+
+@pytest.mark.slow
+def test_packed_rows_interpreted(make_case):
+    """Rows of 3, 0, 65 and 64 tokens in one line equal the same rows of a [B, T] call; NaN between them stays there."""
+    lengths = [3, 0, 65, 64]
+    start = jnp.array([0, 64, 64, 192], jnp.int32)
+    case = make_case(4, 65, 1, HEAD_DIM, jnp.bfloat16, gates="mixed")
+    length = jnp.array(lengths, jnp.int32)
+    line = [jnp.full((256, *x.shape[2:]), jnp.nan, x.dtype) for x in case.tokens[:3]]
+    for row, count in enumerate(lengths):
+        line = [x.at[start[row] : start[row] + count].set(y[row, :count]) for x, y in zip(line, case.tokens)]
+    run = jax.jit(lambda *args: mosaic_prefill.prefill_packed(*args, BOUND, EPS, INTERPRET))
+    packed = run(*line, case.tokens[3], case.state, case.window, start, length)
+    apart = jax.jit(lambda *args: mosaic_prefill.prefill(*args, None, BOUND, EPS, INTERPRET))(*case.args(), length)
+    assert np.array_equal(packed.state, apart.state)
+    assert np.array_equal(packed.window, apart.window)
+    expected = np.zeros((256, 1, HEAD_DIM), np.float32)
+    for row, count in enumerate(lengths):
+        expected[start[row] : start[row] + count] = apart.output[row, :count]
+    assert np.array_equal(packed.output.astype(jnp.float32), expected)
 
 
 def last_state(result):
@@ -184,15 +219,43 @@ def lowers(function, *args):
 def test_decode_lowers_for_cuda(rows, slots):
     """700 slots of 96 heads are 4.1 GiB: offsets pass 2^31."""
     ids, flags = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), bool)
-    lowers(lambda *args: mosaic_decode.decode(*args, BOUND, EPS), *shapes(rows, None, slots), ids, flags)
+    for module in (mosaic_decode, mosaic_decode_cluster):
+        lowers(lambda *args, module=module: module.decode(*args, BOUND, EPS), *shapes(rows, None, slots), ids, flags)
 
 
-def test_verify_and_commit_lower_for_cuda():
+def test_verify_lowers_for_cuda():
     ids = jax.ShapeDtypeStruct((2,), jnp.int32)
-    args = shapes(2, VERIFY_TOKENS, 8)
-    lowers(lambda *args: mosaic_verify.verify(*args, BOUND, EPS), *args, ids, ids)
+    for module in (mosaic_verify, mosaic_verify_cluster):
+        lowers(lambda *args, module=module: module.verify(*args, BOUND, EPS), *shapes(2, VERIFY_TOKENS, 8), ids, ids)
+
+
+def test_commit_of_all_layers_lowers_for_cuda():
+    """One launch for all layers: its parameters, an address for each array, stay below 4 KB."""
+    ids, (qkvz, *_, states, windows) = jax.ShapeDtypeStruct((2,), jnp.int32), shapes(2, VERIFY_TOKENS, 8)
     record = jax.ShapeDtypeStruct((2, VERIFY_TOKENS, HEADS, HEAD_DIM), jnp.float32)
-    lowers(mosaic_verify.commit, kda.Records(record, record, record), args[0], args[4], args[5], ids, ids)
+    each = (kda.Records(record, record, record), qkvz, kda.Pools(states, windows))
+    lowers(mosaic_commit.commit_layers, *([x] * LAYERS for x in each), ids, ids)
+    assert LAYERS <= mosaic_commit.MOST_LAYERS
+    assert 8 * (mosaic_commit.OPERANDS * mosaic_commit.MOST_LAYERS + 2) <= 4096
+
+
+def test_commit_in_two_launches_interpreted(make_case, monkeypatch):
+    """Three layers, two a launch; slot 0 stays, and so does what nothing is accepted for."""
+    monkeypatch.setattr(mosaic_commit, "MOST_LAYERS", 2)
+    rng, slot, accepted = np.random.default_rng(0), jnp.array([3, 0, 1], jnp.int32), jnp.array([2, 2, 0], jnp.int32)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    shape = (3, 2, 1, HEAD_DIM)
+    records = [kda.Records(normal(*shape), normal(*shape), -jnp.abs(normal(*shape))) for _ in range(3)]
+    qkvz = [normal(3, 2, 1, 4, HEAD_DIM).astype(jnp.bfloat16) for _ in range(3)]
+    pool = lambda: kda.Pools(normal(4, 1, HEAD_DIM, HEAD_DIM), normal(4, 3, 1, 3, HEAD_DIM).astype(jnp.bfloat16))  # noqa: E731
+    held = [pool() for _ in range(3)]
+    run = jax.jit(lambda *args: mosaic_commit.commit_layers(*args, INTERPRET))
+    for new, old, *layer in zip(run(records, qkvz, held, slot, accepted), held, records, qkvz):
+        wanted = xla.commit(*layer, *old, slot, accepted)
+        np.testing.assert_allclose(new.state_pool, wanted.state_pool, rtol=0, atol=1e-5)
+        assert np.array_equal(new.window_pool, wanted.window_pool)
+        for slot_kept in (0, 1, 2):
+            assert np.array_equal(new.state_pool[slot_kept], old.state_pool[slot_kept])
 
 
 def test_prefill_lowers_for_cuda():
@@ -201,6 +264,13 @@ def test_prefill_lowers_for_cuda():
     args = shapes(1, PREFILL_TOKENS)
     kernel = mosaic.differentiable(mosaic_prefill.prefill)
     lowers(lambda *args: kernel(*args, BOUND, EPS), *args, ids, boundaries)
+
+
+def test_packed_prefill_lowers_for_cuda():
+    qkvz, decay, beta, weights, state, window = shapes(1, 256)
+    rows = jax.ShapeDtypeStruct((1,), jnp.int32)
+    line = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (qkvz, decay, beta))
+    lowers(lambda *args: mosaic_prefill.prefill_packed(*args, BOUND, EPS), *line, weights, state, window, rows, rows)
 
 
 def test_affine_lowers_for_cuda():

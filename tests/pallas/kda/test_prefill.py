@@ -135,3 +135,19 @@ def test_refuses_a_bound_it_cannot_represent(lower_bound, make_case):
     case = make_case(1, 2, 1, 32)
     with pytest.raises(ValueError, match=str(lower_bound)):
         kda.prefill(*case.args(), jnp.array([2], jnp.int32), lower_bound=lower_bound)
+
+
+def test_packed_rows_are_the_rows_apart(make_case, float64_recurrence, close):
+    lengths, start = [5, 0, 66], jnp.array([0, 64, 64], jnp.int32)
+    case = make_case(3, 66, 1, 16)
+    line = [jnp.full((192, *x.shape[2:]), jnp.nan, x.dtype) for x in case.tokens[:3]]
+    for row, count in enumerate(lengths):
+        line = [x.at[start[row] : start[row] + count].set(y[row, :count]) for x, y in zip(line, case.tokens)]
+    rest = (case.tokens[3], case.state, case.window, start, jnp.array(lengths, jnp.int32))
+    packed, expected = kda.prefill_packed(*line, *rest, implementation="xla"), float64_recurrence(case, lengths)
+    close(packed.state, expected["states"][:, -1], TOLERANCE, "state")
+    close(packed.window, expected["windows"][:, -1], 0, "window")
+    output = np.zeros(packed.output.shape)
+    for row, count in enumerate(lengths):
+        output[start[row] : start[row] + count] = expected["output"][row, :count]
+    close(packed.output, output, TOLERANCE, "output")

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas import mla
-from pallas.mla import bench, mosaic, mosaic_decode, mosaic_prefill
+from pallas.mla import bench, mosaic, mosaic_plan, mosaic_prefill, mosaic_roles
 from pallas.mla.shapes import HEADS, LATENT, OWN, PAGE, PREFILL_TOKENS, RANK, RANK_HEADS, SCALE, SHARED, VALUE
 from tests.pallas.comparison import relative
 
@@ -44,7 +44,7 @@ def draw(tokens, heads, lengths, page, seed=0, extra_pages=0):
 
 
 def attend(query, pool, table, start, length, heads, least=1, blocks=3):
-    settings = mosaic_decode.Settings(blocks=blocks, least=least)
+    settings = mosaic_plan.Settings(blocks=blocks, least=least)
     options = {"heads": heads, "rank": SMALL_RANK, "scale": 0.1, "settings": settings, "interpret": INTERPRET}
     return np.asarray(jax.jit(lambda *args: mosaic.attend_pages(*args, **options))(query, pool, table, start, length))
 
@@ -66,7 +66,7 @@ def test_decode_of_8_bit_latents_interpreted():
     heads, lengths = 3, [150]
     query, pool, table, start, length, latents = draw(1, heads, lengths, 64)
     narrow, scale = mla.quantize_pages(jnp.nan_to_num(pool))
-    settings = mosaic_decode.Settings(blocks=2, least=1)
+    settings = mosaic_plan.Settings(blocks=2, least=1)
     options = {"heads": heads, "rank": SMALL_RANK, "scale": 0.1, "settings": settings, "interpret": INTERPRET}
     actual = jax.jit(lambda *args: mosaic.attend_pages(*args, **options))(query, narrow, table, start, length, scale)
     held = mla.gather_pages(narrow, table, scale)
@@ -113,17 +113,39 @@ def test_several_tokens_equal_single_steps_interpreted():
         assert relative(together[:, here], single) < 4e-3
 
 
+@pytest.mark.slow
+def test_tops_that_are_raised_at_once_or_late_give_the_same_bits(monkeypatch):
+    """Scores that grow along the row, so that tops are raised again and again."""
+    heads, lengths = 3, [330]
+    query, pool, table, start, length, _ = draw(1, heads, lengths, 64)
+    grown = pool * (1 + jnp.arange(pool.shape[0], dtype=jnp.float32)[:, None, None]).astype(jnp.bfloat16)
+    late = attend(query, grown, table, start, length, heads, blocks=1)
+    monkeypatch.setattr(mosaic_roles, "SLACK", 0.0)
+    at_once = attend(query, grown, table, start, length, heads, blocks=1)
+    assert np.array_equal(late, at_once)
+
+
+@pytest.mark.slow
+def test_a_wider_table_changes_no_bits():
+    """Short tables have smaller groups of queries, and parts that begin at places known in advance."""
+    heads, lengths = 56, [130]
+    query, pool, table, start, length, _ = draw(1, heads, lengths, 64)
+    short = attend(query, pool, table, start, length, heads, blocks=12)
+    wide = attend(query, pool, jnp.pad(table, ((0, 0), (0, 40))), start, length, heads, blocks=12)
+    assert np.array_equal(short, wide)
+
+
 @pytest.mark.parametrize("queries", [1, 12, 48, 49, 96, 108, 864])
 def test_groups_cover_the_queries(queries):
-    groups, most = mosaic_decode.group_queries(queries)
+    groups, most = mosaic_plan.group_queries(queries)
     assert groups * most >= queries > (groups - 1) * most
     assert most % 8 == 0
-    assert most <= mosaic_decode.MOST_QUERIES
+    assert most <= mosaic_plan.MOST_QUERIES
 
 
 def test_registers_of_all_roles_are_what_a_block_starts_with():
     """A warpgroup that asks for more than the others leave waits for ever."""
-    for registers in (mosaic_decode.REGISTERS, mosaic_decode.REGISTERS_NARROW):
+    for registers in (mosaic_roles.REGISTERS, mosaic_roles.REGISTERS_NARROW):
         assert sum(registers.values()) <= registers_at_start(len(registers))
     for groups, (compute, fetch) in mosaic_prefill.REGISTERS.items():
         assert groups * compute + fetch <= registers_at_start(groups + 1)
@@ -137,9 +159,9 @@ def registers_at_start(warpgroups):
 @pytest.mark.parametrize("length", [0, 1, 64, 65, 8192, 131072, 1048576])
 def test_parts_cover_a_row_and_depend_on_nothing_else(length):
     parts, least = 132, 4
-    step = int(mosaic_decode.part_tiles(jnp.int32(length), parts, least))
+    step = int(mosaic_plan.part_tiles(jnp.int32(length), parts, least))
     assert step >= least
-    assert step * parts * mosaic_decode.TILE >= length
+    assert step * parts * mosaic_plan.TILE >= length
 
 
 def lowers(function, *args):
@@ -179,7 +201,7 @@ def test_prefill_lowers_for_cuda():
 def test_decode_refusals_carry_their_reason(dtype, rank, page, reason):
     array = jax.ShapeDtypeStruct
     with pytest.raises(NotImplementedError, match=reason):
-        mosaic_decode.require_supported(array((1, 12, LATENT), dtype), array((3, page, LATENT), dtype), rank)
+        mosaic_plan.require_supported(array((1, 12, LATENT), dtype), array((3, page, LATENT), dtype), rank)
 
 
 @pytest.mark.parametrize(

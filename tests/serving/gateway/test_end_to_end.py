@@ -126,6 +126,21 @@ def test_a_schema_holds_from_the_end_of_the_reasoning(client):
     assert ended >= 2
 
 
+@pytest.mark.parametrize("effort", ["none", "low"])
+def test_a_schema_beside_tools_leaves_both_open(client, effort):
+    """What comes after the reasoning, if it ends, is an answer that fits or a call that has been declared."""
+    options = {"response_format": FORMAT, "tools": TOOLS, "reasoning_effort": effort, "temperature": 1.0}
+    ended = 0
+    for seed in range(4):
+        answer = chat(client, seed=seed, max_completion_tokens=160, **options).choices[0]
+        for call in (answer.message.tool_calls or [])[:1]:
+            assert call.function.name == "add"
+        if answer.finish_reason == "stop" and not answer.message.tool_calls:
+            jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+        ended += answer.finish_reason != "length"
+    assert ended >= 1
+
+
 def test_a_bad_schema_is_refused_with_the_reason(client):
     import openai
 
@@ -185,6 +200,21 @@ def test_completions(client):
     stopped = client.completions.create(model="nano", prompt="def main(", max_tokens=24, temperature=0, stop=[word])
     assert stopped.choices[0].text == whole.choices[0].text[: whole.choices[0].text.index(word)]
     assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_log_probabilities_of_completions_get_lost_in_the_gateway(client, addresses):
+    """The service gives them, smg 1.x drops them: the README says so for as long as it does."""
+    import grpc
+    from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+
+    answer = client.completions.create(model="nano", prompt="def main(", max_tokens=4, temperature=0, logprobs=2)
+    assert answer.choices[0].logprobs is None
+    with grpc.insecure_channel(addresses["worker"]) as channel:
+        params = vllm_engine_pb2.SamplingParams(temperature=0, max_tokens=4, logprobs=2)
+        request = vllm_engine_pb2.GenerateRequest(text="def main(", sampling_params=params)
+        (message,) = vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate(request)
+    given = message.complete.output_logprobs
+    assert len(given.token_logprobs) == len(given.top_logprobs) == 4
 
 
 def test_responses(client):
@@ -269,18 +299,36 @@ def test_the_page_talks_to_nano(addresses, tmp_path):
 
 
 def test_a_service_that_dies_gives_every_client_an_error(client, addresses):
-    """Last: nothing answers afterwards."""
+    """Last: nothing answers afterwards. Whatever the protocol, nobody takes the half answer for a whole one."""
     import openai
 
-    options = {"stream": True, "max_completion_tokens": 800, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
-    streams = [iter(chat(client, **options)) for _ in range(3)]
-    for stream in streams:
-        next(stream)
-    addresses["service"].send_signal(signal.SIGKILL)
-    for stream in streams:
-        with pytest.raises(openai.APIError):
-            for _ in stream:
-                pass
+    import serving
+
+    endless = {"stream": True, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
+    # Four at a time: the service has as many rows.
+    streams = [iter(chat(client, max_completion_tokens=800, **endless))]
+    streams.append(iter(client.completions.create(model="nano", prompt="def main(", max_tokens=800, **endless)))
+    # Anthropic's protocol cannot ask to go on after the end, so that one starts last.
+    anthropic = {"model": "nano", "max_tokens": 800, "messages": ASK, "stream": True, "temperature": 0}
+    body = json.dumps(anthropic).encode()
+    request = urllib.request.Request(addresses["url"] + "/v1/messages", body, {"Content-Type": "application/json"})
+    with contextlib.ExitStack() as stack:
+        direct = stack.enter_context(serving.Client(addresses["worker"], retries=0))
+        own = iter(direct.generate("def main(", max_tokens=800, ignore_eos=True))
+        for stream in (*streams, own):
+            next(stream)
+        sent = stack.enter_context(urllib.request.urlopen(request, timeout=120))
+        assert sent.readline().startswith(b"event:")
+        addresses["service"].send_signal(signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(openai.APIError):
+                for _ in stream:
+                    pass
+        with pytest.raises(serving.ServiceError):
+            list(own)
+        events = [line for line in sent.read().decode().splitlines() if line.startswith("event:")]
+    assert "event: error" in events
+    assert "event: message_stop" not in events
     with pytest.raises(openai.APIError):
         chat(client)
     addresses["gateway"].send_signal(signal.SIGTERM)

@@ -188,6 +188,19 @@ def test_a_constraint_is_followed(with_text):
     assert message.complete.finish_reason == "stop"
 
 
+def test_an_answer_cannot_be_a_forced_call_and_something_else(with_text):
+    """Beside tools that may be called a schema is fine; beside a call that must come it is refused by name."""
+    pytest.importorskip("llguidance")
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    asked = {"tools": tools, "choice": ["alpha", "beta"], "max_tokens": 200}
+    question = [{"role": "user", "content": "pick"}]
+    for choice in ("required", "add"):
+        with pytest.raises(serving.ServiceError, match="leave one of them out") as refused:
+            list(with_text.client.chat(question, tool_choice=choice, **asked))
+        assert (refused.value.code, refused.value.field) == (grpc.StatusCode.INVALID_ARGUMENT, "constraint.choice")
+    assert with_text.client.chat(question, tool_choice="none", effort="none", **asked).result.text in ("alpha", "beta")
+
+
 def test_log_probabilities_of_the_prompt_come_first(ids_only):
     stream = ids_only.client.generate([5, 6, 7], max_tokens=3, prompt_logprobs=1, ignore_eos=True)
     assert stream.result.usage["cached_tokens"] == 0

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import random
 import subprocess
 import time
 import urllib.request
@@ -84,6 +85,35 @@ def test_4_a_hurried_drain_gives_every_client_a_status(start):
         with pytest.raises(grpc.RpcError, match="shutting down") as ended:
             list(call)
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 100))])
+def test_4_a_hurry_at_any_moment_leaves_nobody_without_an_end(start, seed):
+    """Calls on their way in, in the queue, between two tokens and just done: each has its whole answer or a status."""
+    rng = random.Random(seed)
+    running = start(seconds=0.001, queue_limit=100)
+    sizes = [rng.randrange(1, 60) for _ in range(12)]
+    calls = [
+        running.worker.Generate(tokenized([n, 3], max_tokens=size, ignore_eos=True)) for n, size in enumerate(sizes)
+    ]
+    time.sleep(rng.uniform(0, 0.03))
+
+    async def drain():
+        hurry = asyncio.Event()
+        asyncio.get_running_loop().call_later(rng.uniform(0, 0.03), hurry.set)
+        await running.service.drain(20, hurry)
+        await running.service.stop()
+
+    running.do(drain())
+    ends = set()
+    for n, (call, size) in enumerate(zip(calls, sizes, strict=True)):
+        try:
+            *_, last = call
+        except grpc.RpcError as error:
+            ends.add(error.code())
+        else:
+            assert list(last.complete.output_ids) == solo([n, 3], size)
+    assert ends <= {grpc.StatusCode.UNAVAILABLE}
 
 
 def test_7_a_crash_gives_every_stream_internal_with_its_id(start):
@@ -236,6 +266,25 @@ def test_16_metrics_tell_everything_within_50_ms(start):
     assert float(values["k3jax_engine_compilations_total"]) == 0
     for name in ("queue", "step", "call"):
         assert float(values[f"k3jax_{name}_seconds_count"]) >= 1
+
+
+def test_16_a_tally_tells_what_a_histogram_of_prometheus_would():
+    from prometheus_client import CollectorRegistry, Histogram
+
+    from serving.service.tally import Tally
+
+    borders, values = (0.001, 0.5, 2), (0.0, 0.001, 0.0011, 0.5, 1.9, 2.0, 2.1, 100.0)
+    tally, real = Tally("x_seconds", "X.", borders), Histogram("x_seconds", "X.", buckets=borders, registry=None)
+    for value in values:
+        tally.observe(value)
+        real.observe(value)
+    families = [next(iter(collector.collect())) for collector in (tally, real)]
+    ours, theirs = ({(s.name, s.labels.get("le")): s.value for s in family.samples} for family in families)
+    assert ours == {key: value for key, value in theirs.items() if not key[0].endswith("_created")}
+    registry = CollectorRegistry()
+    registry.register(tally)
+    with pytest.raises(ValueError, match="Duplicated"):
+        Histogram("x_seconds", "X.", registry=registry)
 
 
 def test_the_dashboard_asks_for_metrics_that_exist(ids_only):

@@ -11,9 +11,11 @@ from serving.service import soak
 @pytest.mark.parametrize(
     ("minutes", "memory"), [("0.025", "None"), pytest.param("10", "1", marks=pytest.mark.slow)], ids=["seconds", "10"]
 )
-def test_nothing_grows(start, capsys, minutes, memory):
+def test_nothing_grows(start, capsys, monkeypatch, minutes, memory):
     """Open files, compilations, pages and slots; memory only over minutes. The clients live in the same process."""
     running = start(seconds=0.0, queue_limit=200)
+    if memory == "None":
+        monkeypatch.setattr(soak, "POINTS", 8)
     flags = ["--target", running.address, "--pid", str(os.getpid()), "--minutes", minutes]
     assert soak.main([*flags, "--mib-per-thousand", memory]) == 0, capsys.readouterr()
     running.books_balance()
@@ -24,6 +26,7 @@ def test_what_grows_is_named(start, capsys, monkeypatch):
     memory, files = itertools.count(), itertools.count()
     monkeypatch.setattr(soak, "resident_mib", lambda pid: 100.0 * next(memory))
     monkeypatch.setattr(soak, "open_files", lambda pid: next(files))
+    monkeypatch.setattr(soak, "POINTS", 8)
     flags = ["--target", running.address, "--pid", str(os.getpid()), "--minutes", "0.005"]
     assert soak.main(flags) == 1
     err = capsys.readouterr().err
@@ -61,4 +64,4 @@ def test_the_transport_is_measured_without_a_model(capsys):
     assert transport.main(["--streams", "4", "--tokens", "50", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["tokens_per_second"] * figures["server_cpu_us_per_token"] > 0
-    assert 1 <= figures["tokens_per_message"] <= 50
+    assert 50 / 51 <= figures["tokens_per_message"] <= 50  # the last message of a call has none

@@ -1,0 +1,160 @@
+"""How a decode call is cut: tiles, parts, groups of queries, clusters; all of it known before the kernel runs."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+TILE = 64
+"""Tokens of a tile: the rows of one tensor-core instruction."""
+CHUNK = 64
+"""Channels of a chunk, the piece of a tile that is fetched and freed by itself."""
+STAGES = 2
+MOST_QUERIES, MOST_QUERIES_NARROW = 48, 24
+"""Queries of a block: what accumulators and shared memory hold; less beside a tile of 8-bit latents."""
+MEMBERS = 2
+"""Blocks of a cluster: 132 multiprocessors hold 66 clusters of two, but fewer than 32 of four."""
+WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+PRODUCT = plgpu.Layout.WGMMA
+PER_QUERY = plgpu.Layout.WGMMA.reduce(0)
+LOG2_E = math.log2(math.e)
+LOWEST = -1e30
+"""Stands for minus infinity where a difference of two of them may be taken."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a row's tokens are cut: parts, blocks over all query groups, and tiles of a part."""
+
+    blocks: int = 132
+    """At most; the multiprocessors of an H200."""
+    parts: int = 88
+    """At most: so many blocks draw all the bandwidth there is, and more only start and write sums more often."""
+    least: int = 4
+    """Tiles of a part at least."""
+
+
+DEFAULT = Settings()
+
+
+def group_queries(queries: int, most: int = MOST_QUERIES) -> tuple[int, int]:
+    """(groups, queries of a group): as few groups of at most `most` as possible, a multiple of 8 queries each."""
+    groups = -(-queries // most)
+    return groups, -(-queries // groups // 8) * 8
+
+
+def most_queries(queries: int, tokens: int, settings: Settings) -> int:
+    """Queries of a group at most, for page tables of `tokens` tokens.
+
+    Groups of half the size finish a tile sooner. They serve short contexts, if there are so few parts that every row is
+    cut as with large groups: results do not depend on the table's width.
+    """
+    half = MOST_QUERIES // 2
+    groups, _ = group_queries(queries, half)
+    few = -(-tokens // (TILE * settings.least)) <= settings.blocks // groups
+    return half if few and queries > MOST_QUERIES else MOST_QUERIES
+
+
+def part_tiles(length: jax.Array, parts: int, least: int) -> jax.Array:
+    """Tiles of each part of a row of `length` tokens."""
+    tiles = (length + TILE - 1) // TILE
+    return jnp.maximum((tiles + parts - 1) // parts, least)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Static sizes of one call."""
+
+    heads: int
+    rank: int
+    width: int
+    scale: float
+    page: int
+    pages: int
+    """Pages of a row's table."""
+    groups: int
+    most: int
+    """Queries of a group."""
+    parts: int
+    members: int
+    """Blocks of a cluster: groups that share every tile."""
+    least: int
+    narrow: bool
+    interpret: Any
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a tile, those that are values first."""
+        return self.width // CHUNK
+
+    @property
+    def values(self) -> int:
+        """Chunks that are values as well as keys."""
+        return self.rank // CHUNK
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill a chunk: more than one where a page is smaller than a tile."""
+        return max(1, TILE // self.page)
+
+    @property
+    def short(self) -> bool:
+        """Whether no part is longer than the least, so that parts begin at places known without the length."""
+        return self.pages * self.page <= self.parts * self.least * TILE
+
+
+def make(
+    query: tuple[int, ...],
+    pool: Any,
+    pages: int,
+    settings: Settings,
+    *,
+    heads: int,
+    rank: int,
+    scale: float,
+    interpret: Any,
+) -> Plan:
+    """The plan for queries of shape [B, R, L], a pool [pages, page, L] and page tables of `pages` pages."""
+    page, narrow = pool.shape[1], pool.dtype == jnp.float8_e4m3fn
+    limit = most_queries(query[1], pages * page, settings)
+    groups, most = group_queries(query[1], min(limit, MOST_QUERIES_NARROW if narrow else MOST_QUERIES))
+    # No more than the page table can fill: that changes no row's parts.
+    parts = max(1, min(settings.blocks // groups, settings.parts, -(-pages * page // (TILE * settings.least))))
+    # Interpretation knows no clusters; 8-bit tiles are widened by every block for itself; short rows end too soon.
+    alone = interpret is not None or narrow or limit < MOST_QUERIES or page % TILE != 0
+    members = 1 if alone or groups % MEMBERS else MEMBERS
+    return Plan(
+        heads=heads,
+        rank=rank,
+        width=query[2],
+        scale=scale,
+        page=page,
+        pages=pages,
+        groups=groups,
+        most=most,
+        parts=parts,
+        members=members,
+        least=settings.least,
+        narrow=narrow,
+        interpret=interpret,
+    )
+
+
+def require_supported(query: Any, pool: Any, rank: int) -> None:
+    """Raises `NotImplementedError` with the reason for a call that the kernel does not serve."""
+    page, width = pool.shape[1:]
+    if query.dtype != jnp.bfloat16 or pool.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
+        raise NotImplementedError(
+            f"mla mosaic decode serves bfloat16, and latents of float8_e4m3fn, got {query.dtype} and {pool.dtype}"
+        )
+    if pool.dtype == jnp.float8_e4m3fn and page % TILE:
+        raise NotImplementedError(f"mla mosaic decode serves 8-bit pages of a multiple of {TILE} rows, got {page}")
+    if rank % 128 or width % 64:
+        raise NotImplementedError(
+            f"mla mosaic decode serves multiples of 128 latent values in rows of multiples of 64, got {rank} in {width}"
+        )
+    if page % TILE and (TILE % page or page % 8):
+        raise NotImplementedError(f"mla mosaic decode serves pages of 8, 16, 32 or a multiple of 64 rows, got {page}")
