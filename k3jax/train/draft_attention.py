@@ -60,8 +60,8 @@ def packed_attention(
     own = attention.rows(flat, place).reshape(batch, count * width, 2, kv_heads, dim)
     inner, total = _within_blocks(query, own, count, causal)
     total = total + _row_sum(seen).transpose(0, 3, 1, 2)
-    result = ((mixed + inner) / jnp.maximum(total, TINY)[..., None]).astype(x.dtype).reshape(batch, count * width, -1, dim)
-    (output,) = gemv.project(result, attention.out[...], contract=2)
+    result = ((mixed + inner) / jnp.maximum(total, TINY)[..., None]).astype(x.dtype)
+    (output,) = gemv.project(result.reshape(batch, count * width, -1, dim), attention.out[...], contract=2)
     return output.reshape(x.shape)
 
 

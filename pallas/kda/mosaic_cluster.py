@@ -65,8 +65,8 @@ FOURS = plgpu.Layout.TILED(
 def pays(items: int) -> bool:
     """Whether so many heads of rows are few enough to be split: their blocks repeat the work that needs all keys.
 
-    With three blocks a multiprocessor (96 heads) decode took 15.7 us against 11.6 unsplit on an H200, verify 22 against
-    14; with one at most (12 heads) 5.3 against 6.0, and 10.4 against 12.1.
+    On an H200, with three blocks a multiprocessor (96 heads) decode took 15.7 us against 11.6 unsplit, verify inside a
+    step 15.0 against 11.4; with one at most (12 heads) decode 5.3 against 6.0, verify 10.4 against 12.1.
     """
     return items * PARTS <= MULTIPROCESSORS
 
