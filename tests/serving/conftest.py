@@ -1,4 +1,5 @@
 import dataclasses
+import logging
 
 import pytest
 
@@ -84,3 +85,13 @@ def alone(runner):
         return answers[key]
 
     return ask
+
+
+@pytest.fixture(autouse=True)
+def _service_log():
+    """Leaves the service's log as it was: a program that a test runs sends it to the test's own standard error."""
+    log = logging.getLogger("k3jax.serving")
+    before = log.handlers[:], log.level, log.propagate
+    yield
+    log.handlers[:], log.propagate = before[0], before[2]
+    log.setLevel(before[1])
