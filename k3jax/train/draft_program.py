@@ -14,6 +14,7 @@ from k3jax.config import K3Config
 from k3jax.dspark import files as draft_files
 from k3jax.dspark.config import DraftGqa, DSparkConfig, MarkovKind, Rope
 from k3jax.dspark.tensors import draft_specs
+from k3jax.program import UsageError
 from k3jax.runtime import Model
 from k3jax.train import draft_run, draft_texts
 from k3jax.train.draft_data import Prepared
@@ -43,7 +44,11 @@ class Plan(draft_run.Recipe):
 
     def __post_init__(self) -> None:
         if len(self.length) != len(self.texts):
-            raise ValueError(f"{len(self.length)} lengths and {len(self.texts)} numbers of texts; give one for each")
+            raise UsageError(f"{len(self.length)} lengths and {len(self.texts)} numbers of texts; give one for each")
+        if len(set(self.length)) != len(self.length):  # each has a file of its own
+            raise UsageError(f"lengths {self.length} repeat; add their numbers of texts up")
+        if not self.corpus and not any(self.texts):
+            raise UsageError("no texts to train on; give numbers of texts, or texts of the data (corpus)")
 
 
 def draft_config(

@@ -25,7 +25,7 @@ class Texts(NamedTuple):
     ids: Int32[np.ndarray, "N S"]
     begin: Int32[np.ndarray, " N"]
 
-    def take(self, chosen: Int[np.ndarray, " B"] | slice) -> "Texts":
+    def take(self, chosen: Int[np.ndarray, " B"]) -> "Texts":
         """Some of them."""
         return Texts(self.ids[chosen], self.begin[chosen])
 

@@ -17,9 +17,7 @@ from pallas.kda import (
     xla,
 )
 from pallas.kda.mosaic_cluster import pays
-from pallas.kda.mosaic_decode import require_supported
 from pallas.kda.mosaic_token import ROWS
-from pallas.kda.mosaic_verify import require_tokens
 from pallas.kda.types import Decode, Prefill, Verify
 
 
@@ -59,16 +57,13 @@ prefill_packed = on_gpu("kda mosaic prefill", mosaic_prefill.prefill_packed)
 
 def decode_by_size(*args: Any) -> Decode:
     """Few heads as clusters of blocks, many as a walk of one block a multiprocessor over them."""
-    require_supported(args[0].shape[-1], args[0].dtype)
     items = args[0].shape[0] * args[0].shape[1]
     return (mosaic_decode_cluster if pays(items) else mosaic_decode).decode(*args)
 
 
 def verify_by_size(*args: Any) -> Verify:
     """Few heads as clusters of blocks, many as a block each; a cluster wants four tokens."""
-    rows, tokens, heads, _, channels = args[0].shape
-    require_supported(channels, args[0].dtype)
-    require_tokens(tokens)
+    rows, tokens, heads = args[0].shape[:3]
     return (mosaic_verify_cluster if tokens >= ROWS and pays(rows * heads) else mosaic_verify).verify(*args)
 
 

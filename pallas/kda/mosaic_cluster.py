@@ -33,6 +33,7 @@ from pallas.kda.mosaic_token import (
     ROW_LAYOUT,
     ROWS,
     VALUE,
+    padded,
     pl_ds,
     sigmoid,
     spread,
@@ -234,6 +235,18 @@ class Alone:
     def column_sums(first: jax.Array, second: jax.Array, scratch: Any) -> tuple[jax.Array, jax.Array]:
         """Sums over the keys of two states."""
         return first.sum(axis=0), second.sum(axis=0)
+
+
+def split_scratch(split: Any, tokens: int) -> dict[str, Any]:
+    """Shared memory of a block: operands of each token, and what the blocks of a head exchange."""
+    rows = padded(tokens)
+    return {
+        "vectors": plgpu.SMEM((5, rows, CHANNELS), jnp.float32),
+        "overlaps": plgpu.SMEM((rows,), jnp.float32),
+        "readings": plgpu.SMEM((rows, split.columns), jnp.float32),
+        "sums": plgpu.SMEM((split.parts, rows), jnp.float32),
+        "partial": plgpu.SMEM((2, 2 * CHANNELS), jnp.float32),
+    }
 
 
 def step(

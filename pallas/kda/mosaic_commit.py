@@ -19,10 +19,10 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas.kda.mosaic_cluster import CHANNEL
 from pallas.kda.mosaic_decode import require_supported
 from pallas.kda.mosaic_layers import Addresses, Branches, Piece
-from pallas.kda.mosaic_token import CHANNELS, PARAMS, ROWS, pl_ds, spread
+from pallas.kda.mosaic_token import CHANNELS, PARAMS, ROWS, pl_ds, spread, token_starts
+from pallas.kda.mosaic_verify import require_tokens
 from pallas.kda.types import WINDOW, Pools, Records
 
-MOST_TOKENS = 16
 MOST_LAYERS = 80
 """Layers of one launch: six addresses each, and a kernel's parameters are held to 4 KB."""
 KEYS = 32
@@ -37,11 +37,6 @@ TILE = plgpu.Layout.TILED(
 """[32, 128] of a state: a warp has eight keys, a lane four values of each, so a warp reads whole rows."""
 TOKEN_KEYS = plgpu.Layout.TILED(plgpu.Tiling(((ROWS, KEYS), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 """[4, 32]: a token a warp."""
-
-
-def token_starts(tokens: int) -> list[int]:
-    """First tokens of groups of four that cover all of them; the last two may overlap, which copies some twice."""
-    return sorted({*range(0, tokens - ROWS + 1, ROWS), max(tokens - ROWS, 0)})
 
 
 def spread_tile(ref: Any, token: jax.Array, axis: int) -> jax.Array:
@@ -146,8 +141,7 @@ def commit_layers(
     """`api.commit_layers`: layers of equal shapes share launches."""
     _, tokens, _, _, channels = qkvz[0].shape
     require_supported(channels, qkvz[0].dtype)
-    if tokens > MOST_TOKENS:
-        raise NotImplementedError(f"kda mosaic commit serves up to {MOST_TOKENS} tokens a row, got {tokens}")
+    require_tokens("commit", tokens)
     layers, committed = list(zip(records, qkvz)), []
     for first in range(0, len(layers), MOST_LAYERS):
         group = slice(first, first + MOST_LAYERS)

@@ -15,33 +15,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas.kda import mosaic_cluster
-from pallas.kda.mosaic_cluster import CHANNEL, COLUMN, TILE, TOKENS
+from pallas.kda.mosaic_cluster import CHANNEL, COLUMN, TILE, TOKENS, split_scratch
+from pallas.kda.mosaic_decode import require_supported
 from pallas.kda.mosaic_token import (
-    CHANNELS,
     PARAMS,
     RETAIN,
     ROW_LAYOUT,
     ROWS,
     overlap_vectors,
-    padded,
     pl_ds,
     sigmoid,
     spread,
     token_rows,
 )
 from pallas.kda.types import WINDOW, Decode, KdaWeights
-
-
-def split_scratch(split: Any, tokens: int) -> dict[str, Any]:
-    """Shared memory of a block: operands of each token, and what the blocks of a head exchange."""
-    rows = padded(tokens)
-    return {
-        "vectors": plgpu.SMEM((5, rows, CHANNELS), jnp.float32),
-        "overlaps": plgpu.SMEM((rows,), jnp.float32),
-        "readings": plgpu.SMEM((rows, split.columns), jnp.float32),
-        "sums": plgpu.SMEM((split.parts, rows), jnp.float32),
-        "partial": plgpu.SMEM((2, 2 * CHANNELS), jnp.float32),
-    }
 
 
 def decode(
@@ -59,6 +46,7 @@ def decode(
 ) -> Decode:
     """`api.decode`."""
     rows, heads, _, channels = qkvz.shape
+    require_supported(channels, qkvz.dtype)
     split = (mosaic_cluster.Cluster if interpret is None else mosaic_cluster.Alone)(ROWS)
     parts = split.parts
     code = jnp.where(fresh, -slot, slot)

@@ -249,7 +249,7 @@ def packing(start: Int32[Array, "R"], tokens: int) -> Packing:
     return Packing(jnp.append(start, jnp.int32(tokens)), row)
 
 
-def fetch_raw(qkvz: Any, window: Any, plane: int, raw: Any, ready: Any, at: "Place") -> None:
+def fetch_raw(qkvz: Any, window: Any, plane: int, raw: Any, ready: Any, at: Place) -> None:
     """Starts the copies of q, k or v of the block and of the three tokens before it (2 arrivals)."""
     plgpu.copy_gmem_to_smem(qkvz.at[at.line, pl.ds(at.start, BLOCK), at.head, plane], raw.at[pl_ds(3, BLOCK)], ready)
 

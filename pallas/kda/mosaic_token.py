@@ -53,6 +53,11 @@ def padded(tokens: int) -> int:
     return -(-tokens // ROWS) * ROWS
 
 
+def token_starts(tokens: int) -> list[int]:
+    """First tokens of groups of four that cover all of them; the last two may overlap, which copies some twice."""
+    return sorted({*range(0, tokens - ROWS + 1, ROWS), max(tokens - ROWS, 0)})
+
+
 def sigmoid(x: jax.Array) -> jax.Array:
     """1 / (1 + exp(-x)) within a few units in the last place.
 

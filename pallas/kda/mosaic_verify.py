@@ -40,10 +40,10 @@ from pallas.kda.types import KdaWeights, Records, Verify
 MOST_TOKENS = 16
 
 
-def require_tokens(tokens: int) -> None:
+def require_tokens(name: str, tokens: int) -> None:
     """Raises `NotImplementedError` for more tokens a row than shared memory is laid out for."""
     if tokens > MOST_TOKENS:
-        raise NotImplementedError(f"kda mosaic verify serves up to {MOST_TOKENS} tokens a row, got {tokens}")
+        raise NotImplementedError(f"kda mosaic {name} serves up to {MOST_TOKENS} tokens a row, got {tokens}")
 
 
 def verify(
@@ -62,7 +62,7 @@ def verify(
     """`api.verify`."""
     rows, tokens, heads, _, channels = qkvz.shape
     require_supported(channels, qkvz.dtype)
-    require_tokens(tokens)
+    require_tokens("verify", tokens)
 
     def body(
         qkvz,

@@ -11,9 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas.kda import mosaic_cluster
-from pallas.kda.mosaic_cluster import TILE, TOKENS
-from pallas.kda.mosaic_commit import token_starts
-from pallas.kda.mosaic_decode_cluster import split_scratch
+from pallas.kda.mosaic_cluster import TILE, TOKENS, split_scratch
+from pallas.kda.mosaic_decode import require_supported
 from pallas.kda.mosaic_token import (
     KEY,
     PARAMS,
@@ -27,7 +26,9 @@ from pallas.kda.mosaic_token import (
     sigmoid,
     spread,
     token_rows,
+    token_starts,
 )
+from pallas.kda.mosaic_verify import require_tokens
 from pallas.kda.types import WINDOW, KdaWeights, Records, Verify
 
 
@@ -46,6 +47,8 @@ def verify(
 ) -> Verify:
     """`api.verify` of at least four tokens a row."""
     rows, tokens, heads, _, channels = qkvz.shape
+    require_supported(channels, qkvz.dtype)
+    require_tokens("verify", tokens)
     split = (mosaic_cluster.Cluster if interpret is None else mosaic_cluster.Alone)(padded(tokens))
     parts = split.parts
 

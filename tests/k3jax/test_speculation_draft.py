@@ -12,7 +12,7 @@ from k3jax.cache import Rows
 from k3jax.config import k3
 from k3jax.dspark.config import DraftMla
 from k3jax.dspark.tensors import draft_specs
-from k3jax.layers.draft_attention import draft_attention, visible_rows
+from k3jax.layers.draft_attention import draft_attention
 from k3jax.speculation import bench, synthetic
 from k3jax.speculation.randomness import admitted, draw, keys, law, pick
 from pallas import mla
@@ -42,10 +42,17 @@ def test_attention_over_pages_is_attention_over_the_rows(config, causal):
     x = jnp.asarray(rng.standard_normal((3, COLUMNS, 32)), jnp.float32)
     position = block.length[:, None] + jnp.arange(COLUMNS, dtype=jnp.int32)[None]
     output, after = attention.attend(x, position, pool, block, causal=causal)
-    visible = visible_rows(block, 2 * PAGE, COLUMNS, causal=causal)
+    place = np.arange(COLUMNS)
+    among = (place[None] <= place[:, None]) if causal else np.ones((COLUMNS, COLUMNS), bool)
+    visible = np.stack(
+        [
+            np.concatenate([np.tile(np.arange(2 * PAGE) < length, (COLUMNS, 1)), among & (place < count)], axis=1)
+            for length, count in zip(lengths, (WIDTH, WIDTH, 0), strict=True)
+        ]
+    )
     own = attention.rows(x, position)
     rows = jnp.concatenate([jnp.nan_to_num(mla.gather_pages(pool, block.page_table)), own], axis=1)
-    expected = attention(x, position, rows, visible)
+    expected = attention(x, position, rows, jnp.asarray(visible))
     np.testing.assert_allclose(output[:2, :WIDTH], expected[:2, :WIDTH], rtol=1e-4, atol=1e-5)
     for row, length in enumerate(lengths):
         kept, now = (np.asarray(p[jnp.asarray(table[row])]).reshape(8, -1) for p in (pool, after))

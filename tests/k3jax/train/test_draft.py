@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from k3jax.cache import Rows
+from k3jax.dspark.config import DraftMla
 from k3jax.dspark.model import DSpark
 from k3jax.runtime import Model
 from k3jax.train import draft_grow, draft_losses, draft_run
@@ -45,7 +46,17 @@ def texts():
 
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_packed_pass_equals_drafting_one_by_one(target, config, texts, causal):
-    config = dataclasses.replace(config, causal=causal)
+    packed_as_alone(target, dataclasses.replace(config, causal=causal), texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_latent_drafts_are_packed_as_well(target, config, texts, causal):
+    sizes = DraftMla(num_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    packed_as_alone(target, dataclasses.replace(config, causal=causal, attention=sizes), texts)
+
+
+def packed_as_alone(target, config, texts):
     draft = DSpark(config, draft_run.create(config, 1).masters)
     text = draft_run.read(target.graph, target.leaves, config, jnp.asarray(texts.ids[:2]))
     anchors = jnp.asarray([[0, 5, 17], [3, 4, 20]], jnp.int32)
@@ -101,13 +112,15 @@ def test_a_run_may_resume(target, config, texts):
 
 def test_texts_may_stay_on_the_device(target, config, texts, monkeypatch):
     """Of two lengths, in chunks that do not fill up."""
-    kinds = [texts.take(slice(0, 10)), Texts(texts.ids[:, :12], texts.begin)]
+    begin = texts.ids[:, 0] % 11  # of each text its own
+    kinds = [Texts(texts.ids[:10], begin[:10]), Texts(texts.ids[:, :12], begin)]
     monkeypatch.setattr(draft_run.Shelf, "PARTS", 2)
     recipe = draft_run.Recipe(steps=4, rows=4, anchors=4, resident=True)
     shelves = [draft_run.Shelf(target, config, part, recipe, 24) for part in kinds]
     for shelf, rows, size in zip(shelves, (4, 8), (24, 12), strict=True):
-        held, anchors = shelf.batch(np.random.default_rng(3))
+        held, anchors = shelf.batch(np.random.default_rng(4))  # of the last chunk
         assert anchors.shape == (rows, 4 * size // 24)
+        assert (anchors >= held.ids[:, :1] % 11 - 1).all()
         again = draft_run.read(target.graph, target.leaves, config, held.ids)
         assert all(any((row == text).all() for text in shelf.texts.ids) for row in np.asarray(held.ids))
         for mine, theirs in zip(held, again, strict=True):
@@ -141,6 +154,24 @@ def test_rows_weigh_as_often_as_they_are_reached():
     np.testing.assert_allclose(weight[0, 0], np.exp([0, -0.5, -1, -1.5]) * [1, 0.5, 0.5, 0], rtol=1e-6)
     plain = draft_losses._row_weights(draft_losses.Objective(), jnp.asarray(valid), jnp.asarray(q), jnp.asarray(p))
     np.testing.assert_allclose(plain[0, 0], np.exp([0, -0.25, -0.5, -0.75]) * [1, 1, 1, 0], rtol=1e-6)
+
+
+def test_soft_cross_entropy_is_the_mean_over_what_the_target_might_have_written(target, config, texts):
+    """Of the one row of a block whose label, the text's last token, exists."""
+    text = draft_run.read(target.graph, target.leaves, config, jnp.asarray(texts.ids[:1]))
+    draft = DSpark(config, jax.tree.map(lambda m: m + 0.02, draft_run.create(config, 1).masters))
+    embedding, anchors = target.graph.merge(target.leaves).embedding[...], jnp.full((1, 1), 22, jnp.int32)
+
+    def entropies(last):
+        ended = text._replace(ids=text.ids.at[0, -1].set(last))
+        objectives = draft_losses.Objective(), draft_losses.Objective(soft=True)
+        return [draft_losses.losses(draft, ended, anchors, embedding, embedding, o).cross_entropy for o in objectives]
+
+    hard, soft = jax.jit(lambda: jax.lax.map(entropies, jnp.arange(64, dtype=jnp.int32)))()
+    logits = np.asarray(text.hidden[0, 22] @ embedding.T, np.float64)
+    chance = np.exp(logits - logits.max())
+    assert np.ptp(hard) > 1e-2
+    np.testing.assert_allclose(soft, (chance / chance.sum() * np.asarray(hard)).sum(), rtol=1e-5)
 
 
 def test_a_grown_draft_computes_the_same(target, config, texts):

@@ -76,6 +76,10 @@ def test_a_run_that_goes_on_has_the_same_texts(prepared, tmp_path, monkeypatch):
 def test_lengths_and_numbers_of_texts_go_together(tmp_path):
     with pytest.raises(ValueError, match="2 lengths and 1 numbers of texts"):
         draft_program.Plan(out=tmp_path, steps=1, texts=(6,), length=(32, 48))
+    with pytest.raises(ValueError, match=r"lengths \(32, 32\) repeat"):
+        draft_program.Plan(out=tmp_path, steps=1, texts=(6, 2), length=(32, 32))
+    with pytest.raises(ValueError, match="no texts to train on"):
+        draft_program.Plan(out=tmp_path, steps=1, texts=(0,), length=(32,))
 
 
 def test_the_error_counts_rows_not_steps():

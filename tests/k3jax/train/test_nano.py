@@ -187,6 +187,7 @@ def test_held_out_files_of_this_machine_are_foreseen_and_no_less_balanced_than_t
     spread = np.quantile(drawn, (0.05, 0.5, 0.95)).round(3)
     print(f"{len(held)} files, {sizes.sum():.0f} tokens: {found:.3f}; as many tokens of training files: {spread}")
     assert found <= np.quantile(drawn, 0.99)
+    assert found < 2  # training files say nothing where all text goes to a few experts
 
 
 def unevenness(load: np.ndarray) -> float:
