@@ -6,6 +6,7 @@ for piece in k3jax.generate(model, "def main(", max_tokens=64):
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -14,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax import params, sharding, tokenizer
+from k3jax.cache import KvCacheDtype
 from k3jax.config import ConfigError, K3Config
-from k3jax.dspark import files
+from k3jax.dspark import files, quantized
 from k3jax.dspark.config import DSparkConfig
 from k3jax.dspark.model import TARGET_IDS, DSpark
+from k3jax.dspark.quantized import DraftWeights
 from k3jax.dspark.tensors import IGNORED, TARGET_OFFSETS, draft_specs
 from k3jax.generation import prompt as prompt_module
 from k3jax.generation.decoding import Decoding, Request
@@ -67,6 +70,8 @@ def load(
     max_length: int | None = None,
     draft: str | Path | None = None,
     draft_widths: Sequence[int] = (),
+    draft_weights: DraftWeights = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> Model:
     """Loads a checkpoint (default: the shipped nano) and the tokenizer in its directory, if there is one.
 
@@ -75,6 +80,9 @@ def load(
     caps prompt and output together (default: the model's own limit). `draft` makes decoding speculative: a DSpark
     directory, "auto" for the one named NAME-dspark beside the checkpoint if it exists, or "ngram" for prompt lookup.
     `draft_widths` (ascending, e.g. 2, 4, 8) lets the draft's confidence choose how many tokens a step verifies.
+    `draft_weights` "int8" keeps a DSpark draft's matrices in 8 bits, which changes how many of its tokens stand and not
+    what is said; "model" keeps them in `dtype`; "auto" is int8 for bfloat16 on a GPU.
+    `kv_cache_dtype` "fp8" keeps the latents of attention in 8 bits (e4m3): half the memory of bfloat16, less precise.
     Raises `CheckpointError`, `ConfigError`, `ShardingError` or `ValueError`, each naming what is wrong.
     """
     import checkpoints
@@ -98,9 +106,10 @@ def load(
         implementation=implementation,
         max_length=max_length,
         path=root,
+        kv_cache_dtype=kv_cache_dtype,
     )
     widths = Widths(tuple(draft_widths)) if draft_widths else None
-    return dataclasses.replace(model, draft=_draft(model, root, draft, widths))
+    return dataclasses.replace(model, draft=_draft(model, root, draft, widths, draft_weights))
 
 
 def _require_backend(name: str | None) -> None:
@@ -109,7 +118,9 @@ def _require_backend(name: str | None) -> None:
         raise ValueError(f"implementation is {name!r}, expected {', '.join(BACKENDS)}, or None for the best")
 
 
-def _draft(model: Model, root: Path, which: str | Path | None, widths: Widths | None = None) -> Draft | None:
+def _draft(
+    model: Model, root: Path, which: str | Path | None, widths: Widths | None = None, weights: DraftWeights = "auto"
+) -> Draft | None:
     """The draft that `load` was asked for."""
     if which in (None, "none", "ngram") and widths is not None:
         raise WidthsError("draft widths need a DSpark draft with a confidence head; leave them out")
@@ -121,12 +132,12 @@ def _draft(model: Model, root: Path, which: str | Path | None, widths: Widths | 
         path = root.with_name(f"{root.name}-dspark")
         if widths is not None and not path.is_dir():
             raise WidthsError(f"draft widths need a draft, and there is none at {path}; leave them out")
-        return load_draft(path, model, widths) if path.is_dir() else None
-    return load_draft(which, model, widths)
+        return load_draft(path, model, widths, weights) if path.is_dir() else None
+    return load_draft(which, model, widths, weights)
 
 
-def load_draft(path: str | Path, model: Model, widths: Widths | None = None) -> Draft:
-    """Loads a DSpark draft for `model`, in the model's dtype. `widths` makes the number of verified drafts adaptive.
+def load_draft(path: str | Path, model: Model, widths: Widths | None = None, weights: DraftWeights = "auto") -> Draft:
+    """Loads a DSpark draft for `model`. `widths` makes the number of verified drafts adaptive; `weights`: see `load`.
 
     Raises `ConfigError` or `CheckpointError` with everything that is wrong, a draft of another target included.
     """
@@ -136,7 +147,9 @@ def load_draft(path: str | Path, model: Model, widths: Widths | None = None) -> 
     if widths is not None:
         widths.require(config.block_size, confidence=config.confidence)
     head = model.graph.merge(model.leaves).head[...]
-    draft = read_draft(path, config, dtype=model.dtype, place=model.place, head=head)
+    change = functools.partial(quantized.quantize, head=head if model.graph.layout is None else None)
+    change = change if quantized.chosen(weights, model.dtype) == "int8" else lambda tree: tree
+    draft = read_draft(path, config, dtype=model.dtype, place=model.place, head=head, change=change)
     return Draft(*DSparkDrafter.of(draft), widths=widths)
 
 
@@ -147,9 +160,11 @@ def read_draft(
     dtype: Any,
     place: Callable[[Any], Any] = lambda tree: tree,
     head: Any = None,
+    change: Callable[[params.Tree], params.Tree] = lambda tree: tree,
 ) -> DSpark:
     """The draft at `path` as a module. `head` is the target's, for a reduced vocabulary without a head of its own.
 
+    `change` is what becomes of the parameters before they are placed.
     Raises `ConfigError` or `CheckpointError` with everything that is wrong.
     """
     from checkpoints.checking import require, tensor_problems
@@ -173,7 +188,7 @@ def read_draft(
         tree[TARGET_IDS] = jnp.asarray(ids)
         if "head" not in tree and head is not None:
             tree["head"] = head[ids]
-    return DSpark(config, place(tree))
+    return DSpark(config, place(change(tree)))
 
 
 def _tokenizer(root: Path) -> tokenizer.Tokenizer | None:

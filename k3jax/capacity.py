@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from k3jax import sharding
-from k3jax.cache import create
+from k3jax.cache import KvCacheDtype, create
 from k3jax.config import K3Config
 from k3jax.dspark.config import DSparkConfig
 from k3jax.dspark.tensors import draft_specs
@@ -124,13 +124,14 @@ def footprint(
     dtype: Any = jnp.bfloat16,
     page_size: int = 64,
     draft: DSparkConfig | None = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> Footprint:
     """Bytes per device of `config` in `dtype`; None is one device. A draft lies whole on every device."""
     layout = layout or abstract_layout("single")
     specs = model_specs(config)
     places = dict(flatten(layout.parameters(specs)))
     weights = {path: _parameter(spec, places[path], dtype) for path, spec in flatten(specs)}
-    settings = {"page_size": page_size, "dtype": dtype}
+    settings = {"page_size": page_size, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
     least = _cache(config, layout, 2, 2, **settings)
     one_more_slot, one_more_page = _cache(config, layout, 3, 2, **settings), _cache(config, layout, 2, 3, **settings)
     item = jnp.dtype(dtype).itemsize

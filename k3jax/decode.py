@@ -42,6 +42,8 @@ class Options:
     """Directory or file in the released format, or a saved model. Default: the shipped nano model."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of activations and weights; auto: bfloat16, on a CPU float32."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Of cached latents; fp8 (e4m3) halves their memory at some precision. auto: as the activations."""
     mesh: str | None = None
     """Mesh preset, e.g. tp2; default: one device."""
     implementation: Literal["xla", "mosaic", "triton"] | None = None
@@ -191,6 +193,7 @@ def load(options: Options) -> "Model":
         max_length=options.max_length,
         draft=options.draft,
         draft_widths=options.draft_widths,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
 
 

@@ -43,6 +43,8 @@ class Options:
     """Directory of a DSpark draft, whose weights and rows count too."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations, latents and of the weights that are not fixed."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Of latents; auto: as the activations."""
     json: Path | None = None
     """Also write the numbers to this file."""
 
@@ -81,6 +83,7 @@ def numbers(options: Options) -> dict[str, Any]:
         dtype=jnp.dtype(options.dtype),
         page_size=options.page_size,
         draft=draft,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     budget = options.utilization * device.memory - sizes.weights
     requests, pools = capacity.fit(sizes, budget, options.context, options.states)

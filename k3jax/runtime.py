@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from k3jax import step
-from k3jax.cache import K3Cache, Rows, create
+from k3jax.cache import K3Cache, KvCacheDtype, Rows, create, latent_dtype
 from k3jax.config import K3Config
 from k3jax.generation import buckets, prompt
 from k3jax.model import K3
@@ -36,6 +36,8 @@ class Model:
     path: Path | None = None
     draft: Draft | None = None
     """Proposes tokens while decoding; None decodes token by token."""
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """Of the latents in its caches."""
 
     @classmethod
     def of(
@@ -48,12 +50,14 @@ class Model:
         implementation: Implementation = None,
         max_length: int | None = None,
         path: Path | None = None,
+        kv_cache_dtype: KvCacheDtype = "auto",
     ) -> "Model":
         """A model of `parameters` (a tree as `params.model_specs` declares it), whose embedding gives the dtype.
 
         Raises `LengthError` for a `max_length` outside 1 .. `max_position_embeddings` and ValueError for a tokenizer
-        with more ids than the embedding has rows.
+        with more ids than the embedding has rows, or an unknown `kv_cache_dtype`.
         """
+        latent_dtype(kv_cache_dtype, None)
         longest = config.max_position_embeddings
         if max_length is not None and not 1 <= max_length <= longest:
             raise prompt.LengthError(f"max_length is {max_length}, expected 1 to {longest} (max_position_embeddings)")
@@ -71,7 +75,13 @@ class Model:
             tokenizer=tokenizer,
             max_length=max_length or longest,
             path=path,
+            kv_cache_dtype=kv_cache_dtype,
         )
+
+    @property
+    def latent_dtype(self) -> Any:
+        """Of cached latents."""
+        return latent_dtype(self.kv_cache_dtype, self.dtype)
 
     @property
     def weight_bytes(self) -> int:
@@ -87,7 +97,8 @@ class Model:
 
     def new_cache(self, slots: int, pages: int, page_size: int = buckets.PAGE_SIZE) -> K3Cache:
         """A zeroed cache where the model lives; the dummy slot and page are added."""
-        sizes = {"slots": slots + 1, "pages": pages + 1, "page_size": page_size, "dtype": self.dtype}
+        sizes = {"slots": slots + 1, "pages": pages + 1, "page_size": page_size}
+        sizes |= {"dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype}
         layout = self.graph.layout
         if layout is None:
             return create(self.config, **sizes)

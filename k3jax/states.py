@@ -59,11 +59,13 @@ def conv_states(cache: K3Cache, slot: int = 1) -> ByLayer:
 def latents(cache: K3Cache, tokens: int) -> ByLayer:
     """Latent rows of a sequence whose pages are 1, 2, 3, ..."""
 
-    def rows(pool: Any) -> np.ndarray:
-        values = as_float(pool[1:])
+    def rows(entry: MlaCache) -> np.ndarray:
+        values = as_float(entry.latent[1:])
+        if entry.page_scale is not None:
+            values = values * as_float(entry.page_scale)[1:, None, None]
         return values.reshape(-1, values.shape[-1])[:tokens]
 
-    return {layer: rows(entry.latent) for layer, entry in _entries(cache, MlaCache)}
+    return {layer: rows(entry) for layer, entry in _entries(cache, MlaCache)}
 
 
 def _entries(cache: K3Cache, kind: type) -> Iterator[tuple[int, Any]]:

@@ -36,7 +36,7 @@ class Sizes:
     max_length: int | None = None
     """Positions of a sequence; the model's limit when None."""
     step_tokens: int = 512
-    """Largest prefill chunk."""
+    """Prompt tokens computed in one step, at most."""
     pages: int | None = None
     slots: int | None = None
     cache_gib: int | float | None = None
@@ -58,7 +58,7 @@ class Sizes:
     """Directory for evicted prefixes that host memory cannot hold."""
     disk_cache_gib: int | float = 0.0
     chunks: tuple[Shape, ...] | None = None
-    """Prefill programs; by default one of `step_tokens`, and two small ones for tails and short prompts."""
+    """Prefill programs; by default one of `step_tokens`, and smaller ones for tails and short prompts."""
     table_widths: tuple[int, ...] | None = None
     """Page-table widths that programs are compiled for; by default 16, 64, 256, ... pages up to `max_length`."""
     device_flops: int | float = 1e13
@@ -69,22 +69,30 @@ class Sizes:
         """Prefill programs."""
         if self.chunks is not None:
             return self.chunks
-        small = max(min(64, self.step_tokens), 2)
-        return tuple(dict.fromkeys((Shape(1, small), Shape(4, small), Shape(1, self.step_tokens))))
+        # None computes more than `step_tokens`: the longest step is what those who decode beside it wait for.
+        small = max(min(64, self.step_tokens // 4), 2)
+        shapes = (Shape(1, small), Shape(4, small), Shape(1, self.step_tokens))
+        return tuple(dict.fromkeys(shape for shape in shapes if shape.size <= self.step_tokens))
 
 
 def model_cost(model: Model) -> ModelCost:
     """Costs of the model in the dtype in which it has been loaded."""
-    size = jnp.dtype(model.dtype).itemsize
-    return ModelCost.of(model.config, latent_bytes=size, window_bytes=size)
+    latent, window = (jnp.dtype(dtype).itemsize for dtype in (model.latent_dtype, model.dtype))
+    return ModelCost.of(model.config, latent_bytes=latent, window_bytes=window)
 
 
 def footprint(model: Model, page_size: int) -> capacity.Footprint:
     """Bytes of the model and of each member of the pools, per device."""
     drafter = drafter_of(model)
     draft = drafter.config if isinstance(drafter, DSparkDrafter) else None
-    options = {"layout": model.graph.layout, "dtype": jnp.dtype(model.dtype), "page_size": page_size, "draft": draft}
-    return capacity.footprint(model.config, **options)
+    return capacity.footprint(
+        model.config,
+        layout=model.graph.layout,
+        dtype=jnp.dtype(model.dtype),
+        page_size=page_size,
+        draft=draft,
+        kv_cache_dtype=model.kv_cache_dtype,
+    )
 
 
 def divide(sizes: Sizes, each: capacity.Footprint, max_length: int) -> CacheOptions:

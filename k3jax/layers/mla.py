@@ -56,12 +56,13 @@ class Mla(nnx.Module):
         if cache is None:
             return mla.prefill(query, latent, *up, jnp.zeros_like(rows.length), rows.query_length, **options), None
         tokens = query.shape[1]
-        pool = mla.write_pages(cache.latent, latent, rows.page_table, rows.length, rows.valid(tokens))
+        scale = cache.page_scale
+        pool = mla.write_pages(cache.latent, latent, rows.page_table, rows.length, rows.valid(tokens), scale)
         span = (rows.length, rows.length + rows.query_length)
         if tokens <= FEW_QUERIES:
-            output = mla.decode(query, pool, rows.page_table, *up, *span, **options)
+            output = mla.decode(query, pool, rows.page_table, *up, *span, scale, **options)
         else:
-            cached = mla.gather_pages(pool, rows.page_table).astype(query.dtype)
+            cached = mla.gather_pages(pool, rows.page_table, scale).astype(query.dtype)
             output = mla.prefill(query, cached, *up, *span, **options)
         return output, MlaCache(pool)
 

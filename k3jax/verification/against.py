@@ -3,13 +3,17 @@
 What rounding alone costs depends on the weights, so no fixed tolerance means much in bfloat16. Here the portable forms
 run in the narrow dtype as well, and the model may be at most `RATIO` times as far from float32 as they are. All three
 follow the experts that float32 chooses, so that one near tie does not decide the outcome.
+
+A few tokens are far off in any narrow run, and others in each, so that one token decides a root mean square of many: of
+twelve prompts on random weights of K3's width it put the ratio of one and the same model between 0.8 and 4.3 (median
+1.1). Compared are therefore geometric means of the errors of all tokens, for states of all heads, over several prompts.
 """
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from k3jax.generation import buckets
 from k3jax.runtime import Model
@@ -19,32 +23,49 @@ from k3jax.verification.observe import Progress
 
 RATIO = 1.5
 """How much further from float32 than the portable forms in the same dtype."""
-TOKENS, CUT, DECODED = 150, 83, 6
+PROMPTS = 12
+TOKENS, CUT, DECODED = 150, 83, 24
 """Tokens in all calls of many, how many are in the first, and tokens fed one at a time; nothing falls on a chunk."""
 
 Choices = Int[np.ndarray, "moe_layers _ k"]
+Vectors = Float[np.ndarray, "n width"]
+"""What is compared as one: the logits of a token, the state of a head."""
 
 
 def run(model: Model, portable: Model, reference: Model) -> Iterator[Comparison]:
     """One comparison per quantity; `portable` has the model's dtype, `reference` is float32."""
-    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, TOKENS + DECODED).tolist()
-    expected, choices = follow(reference, ids, None)
+    rng = np.random.default_rng(0)
+    seen = [
+        _three(model, portable, reference, rng.integers(0, model.config.vocab_size, TOKENS + DECODED).tolist())
+        for _ in range(PROMPTS)
+    ]
+    for name in seen[0][0]:
+        yield judge(name, *(np.concatenate([prompt[of][name] for prompt in seen]) for of in range(3)))
+
+
+def _three(model: Model, portable: Model, reference: Model, ids: list[int]) -> list[dict[str, Vectors]]:
+    """What the model, the portable forms and the reference make of a prompt."""
+    theirs, choices = follow(reference, ids, None)
     with ThreadPoolExecutor(2) as pool:  # most of the time goes into compiling
-        (least, _), (ours, _) = pool.map(lambda narrow: follow(narrow, ids, choices), (portable, model))
-    for name, theirs in expected.items():
-        yield judge(name, ours[name], least[name], theirs)
+        (ours, _), (least, _) = pool.map(lambda narrow: follow(narrow, ids, choices), (model, portable))
+    return [ours, least, theirs]
 
 
-def judge(name: str, ours: np.ndarray, least: np.ndarray, theirs: np.ndarray) -> Comparison:
+def judge(name: str, ours: Vectors, least: Vectors, theirs: Vectors) -> Comparison:
     """`ours` passes when its error is at most `RATIO` times that of `least`."""
-    error, bound = relative_rms(ours, theirs), relative_rms(least, theirs)
-    detail = f"portable {bound:.2e}, ratio {error / max(bound, 1e-12):.2f}"
+    error, bound = mean_error(ours, theirs), mean_error(least, theirs)
+    rms = relative_rms(ours, theirs) / max(relative_rms(least, theirs), 1e-12)
+    detail = f"portable {bound:.2e}, ratio {error / max(bound, 1e-12):.2f} (of all {len(ours)} together {rms:.2f})"
     return Comparison(name, error, detail, bool(np.isfinite(bound) and error <= RATIO * bound))
 
 
-def follow(
-    model: Model, ids: Sequence[int], choices: list[Choices] | None
-) -> tuple[dict[str, np.ndarray], list[Choices]]:
+def mean_error(ours: Vectors, theirs: Vectors) -> float:
+    """Geometric mean of the vectors' relative RMS; infinite when any of them holds a NaN or an infinity."""
+    errors = [relative_rms(one, other) for one, other in zip(ours, theirs, strict=True)]
+    return float(np.exp(np.mean(np.log(np.maximum(errors, 1e-12)))))
+
+
+def follow(model: Model, ids: Sequence[int], choices: list[Choices] | None) -> tuple[dict[str, Vectors], list[Choices]]:
     """Logits of every call and the KDA states after the last, and the experts of every call.
 
     Two calls of many tokens, the second from where the first stopped, then one token at a time.
@@ -64,5 +85,7 @@ def follow(
             output = forced.forward
         logits.append(as_float(output.logits)[0, : len(piece)])
     many, few = np.concatenate(logits[:2]), np.concatenate(logits[2:])
-    states = {f"kda_state.{layer}": state for layer, state in kda_states(progress.cache).items()}
+    states = {
+        f"kda_state.{layer}": state.reshape(len(state), -1) for layer, state in kda_states(progress.cache).items()
+    }
     return {"logits": many, "decode_logits": few, **states}, choices or used

@@ -35,14 +35,20 @@ def write(
     page_table: Int32[Array, "B P"],
     start: Int32[Array, " B"],
     valid: Bool[Array, "B T"],
+    page_scale: Float32[Array, " pages"] | None = None,
 ) -> Float[Array, "pages page L"]:
     """Stores row `t` of sequence `b` at position start[b] + t where `valid`; other rows write nothing.
 
-    Donates the pool.
+    With a scale for each page, rows are divided by that of theirs; what the pool's type cannot hold becomes the largest
+    value that it can. Donates the pool.
     """
     pages, page, _ = pool.shape
     position = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None, :]
     slot = jnp.take_along_axis(page_table, jnp.minimum(position // page, page_table.shape[1] - 1), axis=1)
     # An index past the end is dropped; a negative one would wrap around.
     slot = jnp.where(valid & (position // page < page_table.shape[1]) & (slot > 0), slot, pages)
+    if page_scale is not None:
+        most = float(jnp.finfo(pool.dtype).max)
+        scale = page_scale[jnp.minimum(slot, pages - 1)]
+        rows = jnp.clip(rows.astype(jnp.float32) / scale[..., None], -most, most)
     return pool.at[slot, position % page].set(rows.astype(pool.dtype), mode="drop")

@@ -13,9 +13,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from k3jax.cache import KvCacheDtype
 from serving.engine import Engine
 from serving.launch import Sizes, launch
-from serving.service import memory
+from serving.service import memory, threads
 from serving.service.metrics import Metrics
 from serving.service.model_card import ModelCard
 from serving.service.options import ServiceOptions
@@ -33,6 +34,7 @@ class Loading:
     checkpoint: Path | None
     draft: str | None
     dtype: str
+    kv_cache_dtype: KvCacheDtype
     mesh: str | None
     name: str | None
     sizes: Sizes
@@ -50,10 +52,12 @@ def load(loading: Loading, options: ServiceOptions, metrics: Metrics) -> tuple[E
         dtype=default_dtype() if loading.dtype == "auto" else jax.numpy.dtype(loading.dtype),
         mesh=loading.mesh,
         draft=loading.draft,
+        kv_cache_dtype=loading.kv_cache_dtype,
     )
     metrics.drafts(tokens_per_step(model) - 1)
     core = launch(model, loading.sizes, report=lambda line: event(line))
     memory.settle()
+    threads.put_answers_first()
     engine = Engine(core, stream_limit=options.write_wait_outputs, on_step=metrics.step.observe)
     return engine, ModelCard.of(model, loading.name, core.options.max_length)
 

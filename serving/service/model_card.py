@@ -23,6 +23,7 @@ class ModelCard:
     bos_id: int
     pad_id: int
     dtype: str
+    kv_cache_dtype: str
     tokenizer: Tokenizer | None = None
     """None: only token ids are served."""
     has_draft: bool = False
@@ -42,6 +43,7 @@ class ModelCard:
             bos_id=config.bos_token_id,
             pad_id=config.pad_token_id,
             dtype=jnp.dtype(model.dtype).name,
+            kv_cache_dtype=jnp.dtype(model.latent_dtype).name,
             tokenizer=model.tokenizer,
             has_draft=model.draft is not None,
             default_sampling=default_sampling(model.path),

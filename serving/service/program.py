@@ -37,6 +37,8 @@ class Flags:
     """0 takes a free one."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of activations and weights; auto: bfloat16, on a CPU float32."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Of cached latents; fp8 (e4m3) halves their memory at some precision. auto: as the activations."""
     mesh: str | None = None
     """Mesh preset, e.g. tp8; default: one device."""
     served_model_name: str | None = None
@@ -119,6 +121,7 @@ def serve(flags: Flags) -> int:
         checkpoint=flags.checkpoint,
         draft=None if flags.draft == "none" else flags.draft,
         dtype=flags.dtype,
+        kv_cache_dtype=flags.kv_cache_dtype,
         mesh=flags.mesh,
         name=flags.served_model_name,
         sizes=sizes,

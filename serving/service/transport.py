@@ -85,6 +85,7 @@ def silent_card(max_length: int) -> ModelCard:
         bos_id=0,
         pad_id=0,
         dtype="float32",
+        kv_cache_dtype="float32",
     )
 
 

@@ -129,7 +129,7 @@ class WorkerServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             uptime_seconds=self._state.uptime,
             server_type="k3jax-grpc",
             data_parallel_size=1,
-            kv_cache_dtype=self._card.dtype,
+            kv_cache_dtype=self._card.kv_cache_dtype,
             block_size=self._state.unit,
             model_dtype=self._card.dtype,
             max_num_seqs=self._state.rows,

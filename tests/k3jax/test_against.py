@@ -21,12 +21,22 @@ def test_the_portable_error_is_the_measure(ours, passes):
     assert passes is False or f"ratio {ours:.2f}" in item.detail
 
 
+def test_one_token_far_off_decides_nothing_but_a_broken_one_does():
+    least = EXACT + 1e-2 * NOISE
+    ours = least.copy()
+    ours[3] += 0.3
+    assert against.judge("logits", ours, least, EXACT).passed
+    ours[3, 5] = np.inf
+    assert not against.judge("logits", ours, least, EXACT).passed
+
+
 def test_a_broken_measure_fails():
     assert not against.judge("logits", EXACT, EXACT * np.nan, EXACT).passed
 
 
 @pytest.mark.slow
-def test_the_portable_forms_pass_and_a_changed_weight_fails(door_config):
+def test_the_portable_forms_pass_and_a_changed_weight_fails(door_config, monkeypatch):
+    monkeypatch.setattr(against, "PROMPTS", 2)
     tree = synthetic.random_tree(door_config)
 
     def model(dtype, tree=tree):

@@ -151,6 +151,7 @@ def make_card(tokenizer=None, **fields):
         "bos_id": 48,
         "pad_id": 47,
         "dtype": "float32",
+        "kv_cache_dtype": "float32",
         "tokenizer": tokenizer,
     }
     return ModelCard(**values | fields)
