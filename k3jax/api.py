@@ -20,7 +20,6 @@ from k3jax.config import ConfigError, K3Config
 from k3jax.dspark import files, quantized
 from k3jax.dspark.config import DSparkConfig
 from k3jax.dspark.model import TARGET_IDS, DSpark
-from k3jax.dspark.quantized import DraftWeights
 from k3jax.dspark.tensors import IGNORED, TARGET_OFFSETS, draft_specs
 from k3jax.generation import prompt as prompt_module
 from k3jax.generation.decoding import Decoding, Request
@@ -70,7 +69,7 @@ def load(
     max_length: int | None = None,
     draft: str | Path | None = None,
     draft_widths: Sequence[int] = (),
-    draft_weights: DraftWeights = "auto",
+    draft_weights: str = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
 ) -> Model:
     """Loads a checkpoint (default: the shipped nano) and the tokenizer in its directory, if there is one.
@@ -119,7 +118,7 @@ def _require_backend(name: str | None) -> None:
 
 
 def _draft(
-    model: Model, root: Path, which: str | Path | None, widths: Widths | None = None, weights: DraftWeights = "auto"
+    model: Model, root: Path, which: str | Path | None, widths: Widths | None = None, weights: str = "auto"
 ) -> Draft | None:
     """The draft that `load` was asked for."""
     if which in (None, "none", "ngram") and widths is not None:
@@ -136,7 +135,7 @@ def _draft(
     return load_draft(which, model, widths, weights)
 
 
-def load_draft(path: str | Path, model: Model, widths: Widths | None = None, weights: DraftWeights = "auto") -> Draft:
+def load_draft(path: str | Path, model: Model, widths: Widths | None = None, weights: str = "auto") -> Draft:
     """Loads a DSpark draft for `model`. `widths` makes the number of verified drafts adaptive; `weights`: see `load`.
 
     Raises `ConfigError` or `CheckpointError` with everything that is wrong, a draft of another target included.

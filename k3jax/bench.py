@@ -20,7 +20,9 @@ OPS = {
     "attn_res": "pallas.attn_res.bench",
     "mla": "pallas.mla.bench",
     "moe": "pallas.moe.bench",
+    "moe_options": "pallas.moe.bench_options",
     "gemv": "pallas.gemv.bench",
+    "collectives": "pallas.collectives.bench",
 }
 """Name of an op and the module that measures it; `pallas.benchmark` says what such a module offers."""
 
@@ -52,6 +54,8 @@ class Options:
     """With speculate: experts in each layer. Default: all that fit."""
     context: int = 1024
     """With speculate: tokens in the cache."""
+    draft_weights: Literal["auto", "model", "int8"] = "auto"
+    """With speculate: kind of the draft's matrices; auto: what decoding takes by default."""
     json: Path | None = None
     """Also write the numbers to this file."""
 
@@ -67,7 +71,8 @@ def speculate(options: Options) -> int:
     from k3jax.speculation import bench, report
 
     sizes = (options.layers, options.experts, options.context)
-    return report.run(bench.Setting.of_k3(*sizes, options.implementation), options.json)
+    setting = bench.Setting.of_k3(*sizes, options.implementation, options.draft_weights)
+    return report.run(setting, options.json)
 
 
 def load_op(op: str) -> ModuleType:

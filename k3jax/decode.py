@@ -82,6 +82,8 @@ class Options:
     """Decode speculatively: a DSpark directory, "auto" for NAME-dspark beside the checkpoint, "ngram", or "none"."""
     draft_widths: tuple[int, ...] = ()
     """Let the draft's confidence choose how many tokens a step verifies, e.g. 2 4 8. Default: always all."""
+    draft_weights: Literal["auto", "model", "int8"] = "auto"
+    """Kind of the draft's matrices: as the model's, or 8 bits. auto: int8 for bfloat16 on a GPU."""
     show_draft: bool = False
     """On a terminal: color the tokens that the draft proposed and the model let stand."""
     image: str | None = None
@@ -193,6 +195,7 @@ def load(options: Options) -> "Model":
         max_length=options.max_length,
         draft=options.draft,
         draft_widths=options.draft_widths,
+        draft_weights=options.draft_weights,
         kv_cache_dtype=options.kv_cache_dtype,
     )
 

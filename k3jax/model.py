@@ -86,7 +86,7 @@ class Layer(nnx.Module):
             plain = ffn.scores(x)
             scores, weights = plain + ffn.correction_bias[...][None], jnp.take_along_axis(plain, experts, axis=-1)
             forced = Routing(experts, weights / jnp.sum(weights, axis=-1, keepdims=True) * ffn.scaling)
-        fed, routing = ffn(x) if forced is None else ffn(x, forced)
+        fed, routing = ffn(x, forced, table=spread.table)
         return spread.take(fed, dtype, terms=ffn.axis is not None), routing, scores
 
     def _exchanged(
@@ -126,7 +126,7 @@ class Placement:
 
     def of_parameter(self, path: Sequence[str | int]) -> PartitionSpec:
         """The partition of the parameter at `path` in the module tree."""
-        place: Any = self.partitions
+        place: Any = {**self.partitions, "inboxes": PartitionSpec(self.layout.axis)}
         for key in path:
             if isinstance(place, PartitionSpec):  # norms keep their weight one level deeper
                 break
@@ -165,6 +165,9 @@ class K3(nnx.Module):
         self.norm = RmsNorm(parameters["norm"], config.norm_eps)
         self.head = nnx.Param(parameters["head"])
         self.implementation: Implementation = implementation
+        inboxes = layout and layout.inboxes
+        self.inboxes = None if inboxes is None else nnx.Variable(inboxes.table)
+        """Where devices send terms of sums; the memory itself belongs to the layout."""
 
     def __call__(
         self,
@@ -223,7 +226,11 @@ class K3(nnx.Module):
         """`__call__` on one device, which has a part of the parameters where there are several."""
         rest = iter(experts or ())
         embedded = look_up(self.vocab_axis, self.embedding[...], ids)
+        # The runtime's sum: a program with one of its exchanges begins on all devices only when all are prepared, so
+        # that no kernel waits for a device that is still loading its own.
         residual = Residual((), spread.take(embedded, embedded.dtype, terms=self.vocab_axis is not None))
+        if self.inboxes is not None:
+            spread = dataclasses.replace(spread, table=self.inboxes[...])
         entries: list[LayerCache | None] = []
         traces: list[LayerTrace] = []
         for index, layer in enumerate(self.layers):

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from k3jax.cache import K3Cache, KdaCache, KdaSpeculative, LayerCache, MlaCache
 from k3jax.params import ParamSpec, Tree
-from pallas import kda
+from pallas import collectives, kda
 
 
 class ShardingError(ValueError):
@@ -55,6 +55,8 @@ class Preset:
 
     mesh: tuple[tuple[str, int], ...]
     rules: Rules
+    one_hop: bool = False
+    """Whether sums of a few rows pass through inboxes of our own, which takes GPUs that reach one another's memory."""
 
 
 _TENSOR = Rules(
@@ -66,6 +68,7 @@ PRESETS: Mapping[str, Preset] = {
     **{f"tp{devices}": Preset((("tensor", devices),), _TENSOR) for devices in (2, 4, 8, 16)},
     # Long chunks are split by token over the same axis as the experts, and tokens travel to their experts and back.
     "dep8": Preset((("expert", 8),), Rules(experts="expert")),
+    **{f"tp{devices}-one-hop": Preset((("tensor", devices),), _TENSOR, one_hop=True) for devices in (2, 4, 8)},
 }
 
 
@@ -76,6 +79,8 @@ class Layout:
     mesh: Mesh | AbstractMesh
     """Of devices, or of none: then sizes can be told and nothing placed."""
     rules: Rules
+    inboxes: collectives.Inboxes | None = None
+    """Of the mesh's devices, for sums of a few rows in one hop; without them the runtime adds up."""
 
     def sharding(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
         """Where an array with these logical axes lives."""
@@ -152,7 +157,7 @@ class Layout:
 def layout(preset: str, devices: Sequence[Any] | None = None) -> Layout:
     """The mesh of `preset` on the first `devices` (default: all that JAX sees).
 
-    Raises `ShardingError` for an unknown preset or too few devices.
+    Raises `ShardingError` for an unknown preset, too few devices or devices that do not fit it.
     """
     if preset not in PRESETS:
         raise ShardingError(f"mesh preset {preset!r} is unknown, expected one of {', '.join(PRESETS)}")
@@ -164,4 +169,10 @@ def layout(preset: str, devices: Sequence[Any] | None = None) -> Layout:
     if len(available) < needed:
         raise ShardingError(f"mesh preset {preset!r} needs {needed} devices, {len(available)} are visible")
     mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=available[:needed])
-    return Layout(mesh, PRESETS[preset].rules)
+    if not PRESETS[preset].one_hop:
+        return Layout(mesh, PRESETS[preset].rules)
+    try:
+        return Layout(mesh, PRESETS[preset].rules, collectives.connect(mesh))
+    except NotImplementedError as reason:
+        plain = preset.removesuffix("-one-hop")
+        raise ShardingError(f"mesh preset {preset!r} does not fit these devices: {reason}; use {plain}") from reason

@@ -10,9 +10,9 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped, UInt32
 
-from pallas import gemv
+from pallas import collectives, gemv
 
 TOKENS_OF_A_DEVICE = 16
 """A chunk is split by token where every device gets at least so many: fewer are read faster than exchanged."""
@@ -24,9 +24,11 @@ def term_dtype(axis: str | None, x: Float[Array, "*batch D"]) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if axis is not None and few else x.dtype)
 
 
-def add_up(axis: str | None, term: Float[Array, "*batch D"], dtype: jnp.dtype) -> Float[Array, "*batch D"]:
-    """The sum of the devices' terms on every device, in `dtype`."""
-    return (term if axis is None else lax.psum(term, axis)).astype(dtype)
+def add_up(
+    axis: str | None, term: Float[Array, "*batch D"], dtype: jnp.dtype, table: UInt32[Array, "1 W"] | None = None
+) -> Float[Array, "*batch D"]:
+    """The sum of the devices' terms on every device, in `dtype`; in one hop through the inboxes of `table`."""
+    return term.astype(dtype) if axis is None else collectives.all_reduce(term, axis, table, dtype=dtype)
 
 
 def term_of(axis: str, whole: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
@@ -70,13 +72,15 @@ class Spread:
     axis: str | None = None
     by_token: bool = False
     """Each of n devices keeps S = T / n tokens of every row; otherwise all of them keep all T = S."""
+    table: UInt32[Array, "1 W"] | None = None
+    """Where the devices' inboxes are, for sums of a few rows; without it the runtime adds them up."""
 
     def take(self, output: Float[Array, "B T D"], dtype: jnp.dtype, *, terms: bool) -> Float[Array, "B S D"]:
         """A layer's output as the stream holds it; `terms` says that it is a term of a sum, not the same everywhere."""
         if self.axis is None:
             return output
         if not self.by_token:
-            return add_up(self.axis if terms else None, output, dtype)
+            return add_up(self.axis if terms else None, output, dtype, self.table)
         if terms:
             return lax.psum_scatter(output, self.axis, scatter_dimension=1, tiled=True).astype(dtype)
         return own_part(self.axis, output, output.shape[1] // lax.axis_size(self.axis), 1).astype(dtype)

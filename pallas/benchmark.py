@@ -6,7 +6,7 @@ Such a module has `gate(implementation) -> list[Check]`, quick and interpreted o
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 BANDWIDTH = 4.3e12
@@ -68,6 +68,11 @@ def compiled(programs: dict[str, tuple[Any, tuple]]) -> dict[str, Callable[..., 
     `programs` maps a name to the function and its arguments, which may be abstract. One that cannot be compiled raises
     its error when it is called, so that it takes no other with it.
     """
+    return {name: program.result() for name, program in compiling(programs).items()}
+
+
+def compiling(programs: dict[str, tuple[Any, tuple]]) -> dict[str, Future[Callable[..., Any]]]:
+    """`compiled` without the wait: programs are taken up in their order, and each is there as soon as it is ready."""
 
     def build(program: tuple[Any, tuple]) -> Callable[..., Any]:
         function, arguments = program
@@ -76,8 +81,10 @@ def compiled(programs: dict[str, tuple[Any, tuple]]) -> dict[str, Callable[..., 
         except Exception as error:  # told by whoever calls the program
             return functools.partial(_fail, error)
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        return dict(zip(programs, pool.map(build, programs.values())))
+    pool = ThreadPoolExecutor(THREADS)
+    started = {name: pool.submit(build, program) for name, program in programs.items()}
+    pool.shutdown(wait=False)
+    return started
 
 
 def _fail(error: Exception, *_: Any) -> Any:

@@ -1,9 +1,9 @@
 """Choice of a backend. `None` tries an op's backends in order until one does not refuse.
 
-A named backend runs wherever the op has it. On a device that it is not made for it raises `WrongDevice`. An op that
-has no kernel of that name, or whose kernel refuses the shape or type of this call, runs as with `None` and says so in a
-note with the reason, once per traced call: so a whole model runs with the kernels that there are, and nothing asked for
-by name is replaced in silence.
+A named backend runs wherever the op has it. On a device that it is not made for it raises `WrongDevice`, without its
+package `MissingPackage`. An op that has no kernel of that name, or whose kernel refuses the shape or type of this call,
+runs as with `None` and says so in a note with the reason, once per traced call: so a whole model runs with the kernels
+that there are, and nothing asked for by name is replaced in silence.
 """
 
 import functools
@@ -24,6 +24,10 @@ NOTES = logging.getLogger("pallas.dispatch")
 
 class WrongDevice(NotImplementedError):
     """A kernel was asked for on a device that it is not made for."""
+
+
+class MissingPackage(NotImplementedError):
+    """A kernel was asked for whose package is not installed."""
 
 
 def require_gpu(name: str) -> None:
@@ -61,7 +65,7 @@ def _named(
     if wanted is not None:
         try:
             return wanted(*args, **kwargs)
-        except WrongDevice:
+        except (WrongDevice, MissingPackage):
             raise
         except NotImplementedError as refusal:
             if len(order) == 1:

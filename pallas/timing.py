@@ -1,8 +1,11 @@
-"""Device time of one call inside a long enqueued chain, and relative errors, for benchmarks and their gates."""
+"""Time of one call inside a chain, by the host's clock or the device's, and relative errors, for benchmarks."""
 
+import itertools
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,10 +29,58 @@ def median_call_us(run: Callable[[Any], Any], carry: Any, calls: int, repeats: i
     return statistics.median(samples) * 1e6
 
 
+def device_call_us(run: Callable[[Any], Any], carry: Any, calls: int, programs: int = 5) -> float:
+    """Median microseconds per call by the device's clock: from the first kernel's start to the last one's end.
+
+    What lies between two programs, in which the host hands over the next one, does not count, just as it does not when
+    a captured graph is replayed. Raises `RuntimeError` where the profiler sees no kernels.
+    """
+    carry = jax.block_until_ready(run(carry))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level, options.host_tracer_level = 0, 1
+    with tempfile.TemporaryDirectory() as folder:
+        jax.profiler.start_trace(folder, profiler_options=options)
+        try:
+            for _ in range(programs):
+                carry = jax.block_until_ready(run(carry))
+        finally:
+            jax.profiler.stop_trace()
+        spans = device_spans(Path(folder))
+    if len(spans) < programs:
+        raise RuntimeError(f"the profiler saw {len(spans)} kernels of {programs} programs on the device")
+    return statistics.median(program_times(spans, programs)) / calls / 1e3
+
+
+def device_spans(folder: Path) -> list[tuple[float, float]]:
+    """(start, end) in nanoseconds of all that ran on the GPU's streams in a stored profile, in order."""
+    spans = []
+    for file in folder.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+            if plane.name.startswith("/device:GPU"):
+                streams = [line for line in plane.lines if line.name.startswith("Stream")]
+                events = itertools.chain.from_iterable(line.events for line in streams)
+                spans += [(float(event.start_ns), float(event.start_ns + event.duration_ns)) for event in events]
+    return sorted(spans)
+
+
+def program_times(spans: Sequence[tuple[float, float]], programs: int) -> list[float]:
+    """How long each of several programs took, which the host waited for one by one: the widest gaps part them."""
+    ends = list(itertools.accumulate((end for _, end in spans), max))
+    gaps = [start - end for end, (start, _) in zip(ends, spans[1:])]
+    cuts = sorted(sorted(range(len(gaps)), key=gaps.__getitem__)[len(gaps) - (programs - 1) :])
+    firsts, lasts = [0, *(cut + 1 for cut in cuts)], [*cuts, len(spans) - 1]
+    return [ends[last] - spans[first][0] for first, last in zip(firsts, lasts)]
+
+
 def relative_rms(actual: jax.Array, expected: jax.Array) -> float:
     """Root mean square of the difference over that of `expected`; infinite when either holds a non-finite value."""
+    return float(_relative_rms(actual, expected))
+
+
+@jax.jit  # one small program a shape, where every operation of it would be one by itself
+def _relative_rms(actual: jax.Array, expected: jax.Array) -> jax.Array:
     actual, expected = actual.astype(jnp.float32), expected.astype(jnp.float32)
-    if not (jnp.isfinite(actual).all() and jnp.isfinite(expected).all()):
-        return float("inf")
+    finite = jnp.isfinite(actual).all() & jnp.isfinite(expected).all()
     scale = jnp.sqrt(jnp.mean(expected**2))
-    return float(jnp.sqrt(jnp.mean((actual - expected) ** 2)) / jnp.maximum(scale, 1e-30))
+    ratio = jnp.sqrt(jnp.mean((actual - expected) ** 2)) / jnp.maximum(scale, 1e-30)
+    return jnp.where(finite, ratio, jnp.inf)

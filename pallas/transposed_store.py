@@ -13,18 +13,27 @@ from jaxlib.mlir.dialects import arith, memref, scf, vector
 
 
 def store(out: Any, target: Any, offset: Any, value: jax.Array, layout: Any, place: Callable | None = None) -> None:
-    """out[n, place(offset + r)] = value[r, n]; with targets out[target[n], ...] where that is not negative."""
+    """out[n, place(offset + r)] = value[r, n]; with targets out[target[n], ...] where that is not negative.
+
+    Without targets, tokens that `out` has no rows for are dropped.
+    """
     refs = (out,) if target is None else (out, target)
     column = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=layout) + offset
     row = plgpu.broadcasted_iota(jnp.int32, value.shape, 1, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), layout, layout, layout))
     def run(_: Any, refs: tuple, row: Any, column: Any, value: Any) -> None:
-        kind = ir.IndexType.get()
+        kind, rows = ir.IndexType.get(), ir.MemRefType(refs[0].type).shape[0]
         for r, c, v in zip(*(_scalars(x.registers) for x in (row, column, value)), strict=True):
             r, c = arith.index_cast(kind, r), arith.index_cast(kind, c)
-            if len(refs) == 1:
+            if len(refs) == 1 and rows >= value.shape[1]:
                 memref.store(v, refs[0], [r, c])
+                continue
+            if len(refs) == 1:
+                inside = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, r, arith.constant(kind, rows)))
+                with ir.InsertionPoint(inside.then_block):
+                    memref.store(v, refs[0], [r, c])
+                    scf.yield_([])
                 continue
             there = memref.load(refs[1], [r])
             zero = arith.constant(there.type, ir.IntegerAttr.get(there.type, 0))
@@ -49,7 +58,7 @@ def emulated_store(
     out: Any, target: Any, offset: Any, value: jax.Array, layout: Any, place: Callable | None = None
 ) -> None:
     """`store` for interpretation on a CPU; leaves `place` to the caller, so that a row is one store."""
-    for n in range(value.shape[1]):
+    for n in range(value.shape[1] if target is not None else min(value.shape[1], out.shape[0])):
         there = n if target is None else target[n]
         pl.when(jnp.asarray(there) >= 0)(partial(_store_row, out, there, offset, value[:, n]))
 

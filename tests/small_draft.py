@@ -32,12 +32,15 @@ def settings(config, *, taps, mask, confidence):
     )
 
 
-def build(config, *, spread=1):
-    """Drafter and weights. `spread` scales what has one output, like the confidence head, so that its logits differ."""
+def build(config, *, spread=1, change=dict):
+    """Drafter and weights. `spread` scales what has one output, like the confidence head, so that its logits differ.
+
+    `change` is what becomes of the parameters.
+    """
     rng = np.random.default_rng(11)
 
     def fill(spec):
         values = rng.standard_normal(spec.shape) * (spread if spec.shape[0] == 1 else 1) / np.sqrt(spec.shape[-1])
         return jnp.asarray(1 + 0.1 * values if spec.init == "ones" else values, jnp.float32)
 
-    return DSparkDrafter.of(DSpark(config, params.map_tree(fill, draft_specs(config))))
+    return DSparkDrafter.of(DSpark(config, change(params.map_tree(fill, draft_specs(config)))))

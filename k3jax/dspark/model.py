@@ -19,6 +19,7 @@ from k3jax.dspark.config import DSparkConfig
 from k3jax.layers.draft_attention import Pool, draft_attention
 from k3jax.layers.markov import MarkovHead
 from k3jax.layers.norm import RmsNorm
+from k3jax.layers.weight import Weight, param
 from k3jax.params import Tree
 from k3jax.sharding_local import add_up, look_up
 from pallas import gemv, mla
@@ -65,7 +66,7 @@ class DraftLayer(nnx.Module):
         self.attention_norm = RmsNorm(parameters["attention_norm"], config.norm_eps)
         self.attention = draft_attention(config, parameters["attention"])
         self.mlp_norm = RmsNorm(parameters["mlp_norm"], config.norm_eps)
-        self.gate_up, self.down = nnx.Param(parameters["gate_up"]), nnx.Param(parameters["down"])
+        self.gate_up, self.down = param(parameters["gate_up"]), param(parameters["down"])
 
     def __call__(
         self,
@@ -102,7 +103,7 @@ class DSpark(nnx.Module):
 
     def __init__(self, config: DSparkConfig, parameters: Tree) -> None:
         self.config = config
-        self.context_proj = nnx.Param(parameters["context_proj"])
+        self.context_proj = param(parameters["context_proj"])
         self.context_norm = RmsNorm(parameters["context_norm"], config.norm_eps)
         norms = parameters.get("tap_norms", {})
         self.tap_norms = nnx.List([RmsNorm(norms[str(i)], config.norm_eps) for i in range(len(norms))])
@@ -112,7 +113,9 @@ class DSpark(nnx.Module):
         self.markov = MarkovHead(config, parameters["markov"])
         names = ("embedding", "head", "confidence", "confidence_bias", TARGET_IDS)
         optional = {name: parameters.get(name) for name in names}
-        self.optional = nnx.Dict({name: nnx.Param(array) for name, array in optional.items() if array is not None})
+        self.optional: nnx.Dict[Any] = nnx.Dict(
+            {name: param(weight) for name, weight in optional.items() if weight is not None}
+        )
 
     @property
     def borrows(self) -> tuple[str, ...]:
@@ -169,17 +172,18 @@ class DSpark(nnx.Module):
         block = dataclasses.replace(rows, query_length=jnp.where(rows.query_length > 0, width, 0).astype(jnp.int32))
         axis = None if "embedding" in self.optional else vocab_axis
         table, after = self._own("embedding", embedding), []
+        assert not isinstance(table, gemv.Int8Matrix)
         x = add_up(axis, look_up(axis, table, ids), table.dtype)
         for layer, pool in zip(self.layers, pools, strict=True):
             x, pool = layer.attend(x, position, pool, block, causal=self.config.causal)
             after.append(pool)
         hidden = self.norm(x)
-        (logits,) = gemv.project(hidden, self._own("head", head))
+        (logits,) = gemv.project(hidden, self._own("head", head), dtypes=(jnp.float32,))
         if vocab_axis is not None and "head" not in self.optional:
             logits = jax.lax.all_gather(logits, vocab_axis, axis=2, tiled=True)
-        return Draft(hidden[:, :width], logits[:, :width].astype(jnp.float32), tuple(after))
+        return Draft(hidden[:, :width], logits[:, :width], tuple(after))
 
-    def _own(self, name: str, targets: Float[Array, "_ _"] | None) -> Float[Array, "_ _"]:
+    def _own(self, name: str, targets: Float[Array, "_ _"] | None) -> Weight:
         """The draft's own table, otherwise the target's."""
         if name in self.optional:
             return self.optional[name][...]

@@ -9,6 +9,7 @@ from k3jax.cache import Rows
 from k3jax.dspark.config import DraftGqa, DraftMla, DSparkConfig
 from k3jax.layers.norm import RmsNorm
 from k3jax.layers.rope import rotate
+from k3jax.layers.weight import Weight, param
 from k3jax.params import Tree
 from pallas import gemv, mla
 from pallas.precision import einsum
@@ -41,8 +42,8 @@ class GqaDraftAttention(nnx.Module):
 
     def __init__(self, config: DSparkConfig, parameters: Tree) -> None:
         assert isinstance(config.attention, DraftGqa)
-        self.q, self.k, self.v = (nnx.Param(parameters[name]) for name in ("q", "k", "v"))
-        self.out = nnx.Param(parameters["out"])
+        self.q, self.k, self.v = (param(parameters[name]) for name in ("q", "k", "v"))
+        self.out = param(parameters["out"])
         self.q_norm = RmsNorm(parameters["q_norm"], config.norm_eps)
         self.k_norm = RmsNorm(parameters["k_norm"], config.norm_eps)
         self.sizes, self.rope = config.attention, config.rope
@@ -51,7 +52,7 @@ class GqaDraftAttention(nnx.Module):
         """What the cache holds of tokens at `position`."""
         return self.cached(position, *gemv.project(x, *self.row_matrices()))
 
-    def row_matrices(self) -> tuple[Float[Array, "..."], ...]:
+    def row_matrices(self) -> tuple[Weight, ...]:
         """The weights that `rows` is made with."""
         return self.k[...], self.v[...]
 
@@ -98,10 +99,10 @@ class MlaDraftAttention(nnx.Module):
 
     def __init__(self, config: DSparkConfig, parameters: Tree) -> None:
         assert isinstance(config.attention, DraftMla)
-        self.q_down, self.q_up = nnx.Param(parameters["q_down"]), nnx.Param(parameters["q_up"])
-        self.kv_down = nnx.Param(parameters["kv_down"])
+        self.q_down, self.q_up = param(parameters["q_down"]), param(parameters["q_up"])
+        self.kv_down = param(parameters["kv_down"])
         self.key_up, self.value_up = nnx.Param(parameters["key_up"]), nnx.Param(parameters["value_up"])
-        self.out = nnx.Param(parameters["out"])
+        self.out = param(parameters["out"])
         self.q_norm = RmsNorm(parameters["q_norm"], config.norm_eps)
         self.kv_norm = RmsNorm(parameters["kv_norm"], config.norm_eps)
         self.sizes, self.rope = config.attention, config.rope
@@ -112,7 +113,7 @@ class MlaDraftAttention(nnx.Module):
         """What the cache holds of tokens at `position`."""
         return self.cached(position, *gemv.project(x, *self.row_matrices()))
 
-    def row_matrices(self) -> tuple[Float[Array, "..."], ...]:
+    def row_matrices(self) -> tuple[Weight, ...]:
         """The weights that `rows` is made with."""
         return (self.kv_down[...],)
 

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from k3jax.dspark.config import DSparkConfig
+from k3jax.layers.weight import param
 from k3jax.params import Tree
 from pallas import gemv
 from pallas.precision import einsum
@@ -26,7 +27,7 @@ class MarkovHead(nnx.Module):
 
     def __init__(self, config: DSparkConfig, parameters: Tree) -> None:
         self.kind = config.markov_kind
-        self.weights = nnx.Dict({name: nnx.Param(array) for name, array in parameters.items()})
+        self.weights = nnx.Dict({name: param(weight) for name, weight in parameters.items()})
 
     @property
     def rank(self) -> int:

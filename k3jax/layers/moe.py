@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, UInt32
 
 from k3jax.config import K3Config
 from k3jax.layers.mlp import Mlp
@@ -53,17 +53,22 @@ class LatentMoe(nnx.Module):
         return moe.PackedExperts(**arrays) if "gate_up_packed" in arrays else moe.DenseExperts(**arrays)
 
     def __call__(
-        self, x: Float[Array, "*batch D"], forced: moe.Routing | None = None, *, own_tokens: bool = False
+        self,
+        x: Float[Array, "*batch D"],
+        forced: moe.Routing | None = None,
+        *,
+        own_tokens: bool = False,
+        table: UInt32[Array, "1 W"] | None = None,
     ) -> tuple[Float[Array, "*batch D"], moe.Routing]:
         """The layer's output and the routing of each token, tokens flattened.
 
         `forced` replaces the router's decision (for parity tests). `own_tokens`: every device of the experts' mesh axis
-        has other tokens, which travel to their experts and back; otherwise all have the same.
+        has other tokens, which travel to their experts and back; otherwise all have the same. `table`: see `add_up`.
         """
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        logits, latent, hidden = self.front(tokens)
-        routing = forced or moe.choose(logits, self.correction_bias[...], k=self.k, scaling=self.scaling)
-        mixed = self.latent_norm(self.mix(latent, routing, own_tokens=own_tokens))
+        chosen, latent, hidden = self.front(tokens)
+        routing = forced or chosen
+        mixed = self.latent_norm(self.mix(latent, routing, own_tokens=own_tokens, table=table))
         return self.join(mixed, hidden).reshape(x.shape), routing
 
     def scores(self, x: Float[Array, "*batch D"]) -> Float32[Array, "N E"]:
@@ -71,25 +76,28 @@ class LatentMoe(nnx.Module):
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)
         return jax.nn.sigmoid(einsum("nd,ed->ne", tokens, self.router[...].astype(jnp.float32)))
 
-    def front(
-        self, tokens: Float[Array, "N D"]
-    ) -> tuple[Float32[Array, "N E"], Float[Array, "N L"], Float[Array, "N 2 F"]]:
-        """Router logits, latents, and gate and up of the shared experts: for a few tokens in one pass over the weights.
+    def front(self, tokens: Float[Array, "N D"]) -> tuple[moe.Routing, Float[Array, "N L"], Float[Array, "N 2 F"]]:
+        """Routing, latents, and gate and up of the shared experts: for a few tokens in one pass over the weights.
 
         Products of bfloat16 numbers are exact in float32, so the router's logits are float32 either way; many tokens
         widen its operands so that gradients are float32 too.
         """
-        matrices = self.router[...], self.latent_down[...], self.shared.gate_up[...]
+        router, bias = self.router[...], self.correction_bias[...]
+        matrices = self.latent_down[...], self.shared.gate_up[...]
+        options = {"k": self.k, "scaling": self.scaling, "implementation": self.implementation}
         if tokens.shape[0] <= gemv.FEW_ROWS:
-            kinds = (jnp.float32, tokens.dtype, tokens.dtype)
-            logits, latent, hidden = gemv.project(tokens, *matrices, dtypes=kinds, implementation=self.implementation)
-            return logits, latent, hidden
-        router, down, gate_up = matrices
-        logits = einsum("nd,ed->ne", tokens.astype(jnp.float32), router.astype(jnp.float32))
-        return logits, einsum("nd,ld->nl", tokens, down), einsum("nd,ifd->nif", tokens, gate_up)
+            routing, (latent, hidden) = moe.front(tokens, router, bias, matrices, **options)
+            return routing, latent, hidden
+        routing = moe.route(tokens, router, bias, **options)
+        return routing, einsum("nd,ld->nl", tokens, matrices[0]), einsum("nd,ifd->nif", tokens, matrices[1])
 
     def mix(
-        self, latent: Float[Array, "N L"], routing: moe.Routing, *, own_tokens: bool = False
+        self,
+        latent: Float[Array, "N L"],
+        routing: moe.Routing,
+        *,
+        own_tokens: bool = False,
+        table: UInt32[Array, "1 W"] | None = None,
     ) -> Float[Array, "N L"]:
         """The weighted sum of each token's experts, wherever they live: complete before the norm takes it."""
         options = {"beta": self.beta, "linear_beta": self.linear_beta, "implementation": self.implementation}
@@ -102,7 +110,7 @@ class LatentMoe(nnx.Module):
             ids = own_experts(self.expert_axis, ids, self.experts["down_packed"].shape[0])
         dtype = term_dtype(axis, latent)
         mixed = moe.experts(latent, ids, routing.weights, self.weights(), dtype=dtype, **options)
-        return add_up(axis, mixed, latent.dtype)
+        return add_up(axis, mixed, latent.dtype, table)
 
     def join(self, mixed: Float[Array, "N L"], hidden: Float[Array, "N 2 F"]) -> Float[Array, "N D"]:
         """Routed and shared output together: a term of a sum where either is split, with one collective for both."""

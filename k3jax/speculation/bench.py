@@ -5,15 +5,8 @@ the weights say, but for the number of distinct experts that a block of tokens r
 tokens spread over more of them than a text's would.
 """
 
-import collections
 import dataclasses
-import functools
-import math
-import re
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,29 +15,26 @@ from jaxtyping import Array, Float, Int32
 
 from k3jax import params, sampling, step
 from k3jax.cache import K3Cache, KdaCache, KdaSpeculative, Rows, create
-from k3jax.capacity import footprint, tree_bytes
+from k3jax.capacity import footprint
 from k3jax.config import K3Config, k3
+from k3jax.dspark import quantized
 from k3jax.dspark.config import DraftMla, DSparkConfig, Rope, Yarn
 from k3jax.dspark.model import DSpark
+from k3jax.dspark.quantized import DraftWeights
 from k3jax.dspark.tensors import draft_specs
 from k3jax.model import K3, LayerTrace
 from k3jax.speculation import parts, synthetic
 from k3jax.speculation.drafters import DSparkDrafter, Proposal
 from k3jax.speculation.state import SpeculativeState
-from k3jax.speculation.step import speculate
+from pallas import gemv
 from pallas.benchmark import floor_us
 from pallas.dispatch import Implementation
 
-PAGE, THREADS = 64, 9
-FEW, MANY = 2, 10
-"""Calls of a series."""
+PAGE = 64
 RESERVE = 6 << 30
 """Bytes kept free for what the programs compute."""
 SPARE = 1024
 """Tokens of cache beyond the context; each timed step may take a block of them."""
-TOP_P = ", top-p"
-"""Marks a part that filters, as it does for settings with top-p."""
-FILTERED = sampling.Filters(top_k=False, top_p=True, min_p=False)
 PUBLISHED = (2.61, 4.73)
 """Acceptance lengths of K3's draft on creative writing and on code (vLLM's blog, 2026-07-27)."""
 
@@ -58,9 +48,17 @@ class Setting:
     context: int
     dtype: Any
     implementation: Implementation = None
+    draft_weights: Literal["model", "int8"] = "model"
 
     @classmethod
-    def of_k3(cls, layers: int, experts: int | None, context: int, implementation: Implementation = None) -> "Setting":
+    def of_k3(
+        cls,
+        layers: int,
+        experts: int | None,
+        context: int,
+        implementation: Implementation = None,
+        draft_weights: DraftWeights = "auto",
+    ) -> "Setting":
         """The first layers of K3 at full width, with all the experts that fit or the number given."""
         full = k3()
         config = dataclasses.replace(
@@ -75,7 +73,21 @@ class Setting:
             context=context,
             dtype=jnp.bfloat16,
             implementation=implementation,
+            draft_weights=quantized.chosen(draft_weights, jnp.bfloat16),
         )
+
+    def draft_parameters(self, tree: params.Tree, head: Any) -> params.Tree:
+        """A draft's parameters in the kind that is measured; `head` is the target's."""
+        return quantized.quantize(tree, head) if self.draft_weights == "int8" else tree
+
+    def shapes(self) -> tuple[params.Tree, params.Tree]:
+        """Shapes of the parameters of target and draft."""
+
+        def tree(specs: params.Tree) -> params.Tree:
+            return params.map_tree(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.array_dtype(self.dtype)), specs)
+
+        target = tree(params.model_specs(self.config))
+        return target, jax.eval_shape(self.draft_parameters, tree(draft_specs(self.draft)), target["head"])
 
 
 def k3_draft(config: K3Config) -> DSparkConfig:
@@ -114,22 +126,26 @@ def k3_draft(config: K3Config) -> DSparkConfig:
 
 def floors(setting: Setting, one: float, block: float) -> dict[str, float]:
     """Microseconds that reading the weights takes at least, where `one` and `block` experts are reached in a layer."""
-    draft, sizes = setting.draft, footprint(setting.config, dtype=setting.dtype)
+    sizes, (_, draft) = footprint(setting.config, dtype=setting.dtype), setting.shapes()
     # One row of the embedding is read, not the table; the head is as large.
     head, dense = sizes.embedding, sizes.weights - sizes.routed - sizes.embedding
     each = sizes.routed / setting.config.moe.num_experts
-    markov = tree_bytes(draft_specs(draft)["markov"], setting.dtype)
+    markov, context = held(draft["markov"]["head"]), held(draft["context_proj"])
     moved = {
-        "draft": tree_bytes(draft_specs(draft), setting.dtype) - markov + head,
-        "markov": draft.block_size * markov / 2,
+        "draft": held(draft) - held(draft["markov"]) - context + (0 if "head" in draft else head),
+        "markov": setting.draft.block_size * markov,
         "verify": dense + block * each,
         "plain": dense + one * each,
+        # The context projection is the part of the draft that is read when tokens are committed.
+        "commit": context,
     }
-    # Its context projection is the part of the draft that is read when tokens are committed.
-    context = draft.hidden_size * draft.features * jnp.dtype(setting.dtype).itemsize
-    moved["draft"], moved["commit"] = moved["draft"] - context, context
     moved["whole"] = sum(moved[name] for name in ("draft", "markov", "verify", "commit"))
     return {name: floor_us(float(count)) for name, count in moved.items()}
+
+
+def held(tree: Any) -> int:
+    """Bytes of arrays or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def experts_that_fit(config: K3Config, draft: DSparkConfig) -> int:
@@ -157,12 +173,34 @@ class Loaded(NamedTuple):
 
 def load(setting: Setting) -> Loaded:
     """Random weights and empty caches; what is cached does not change a step's time."""
+    # The draft first: while it is turned into 8 bits there is room for both kinds.
+    draft = synthetic.tree(draft_specs(setting.draft), setting.dtype, seed=1)
+    draft = setting.draft_parameters(draft, None)
+    target = synthetic.tree(params.model_specs(setting.config), setting.dtype)
+    if setting.draft_weights == "int8":
+        draft["head"] = gemv.quantize(target["head"])
+    return assemble(setting, target, draft)
+
+
+def abstract(setting: Setting) -> Loaded:
+    """What `load` gives, as shapes: enough to compile with."""
+    static = {}
+
+    def arrays(*trees: params.Tree) -> Loaded:
+        loaded = assemble(setting, *trees)
+        static.update(graph=loaded.graph, drafter=loaded.drafter)
+        return loaded._replace(graph=None, drafter=None)
+
+    return jax.eval_shape(arrays, *setting.shapes())._replace(**static)
+
+
+def assemble(setting: Setting, target: params.Tree, draft: params.Tree) -> Loaded:
+    """Model, draft and states around these parameters."""
     config = setting.config
-    target = K3(config, synthetic.tree(params.model_specs(config), setting.dtype), setting.implementation)
-    draft = DSpark(setting.draft, synthetic.tree(draft_specs(setting.draft), setting.dtype, seed=1))
+    graph, leaves = step.split(K3(config, target, setting.implementation))
+    drafter, draft_leaves = DSparkDrafter.of(DSpark(setting.draft, draft))
     width = -(-(setting.context + SPARE) // PAGE)
     pages = {"pages": width + 1, "page_size": PAGE, "dtype": setting.dtype}
-    drafter, draft_leaves = DSparkDrafter.of(draft)
 
     def plain() -> step.DecodeState:
         numbers = ([1], [range(1, width + 1)], [setting.context], [1], [0], [1 << 20])
@@ -175,10 +213,19 @@ def load(setting: Setting) -> Loaded:
     speculative = SpeculativeState(
         state.cache, drafter.create(**pages), state.rows, state.token, state.remaining, state.history
     )
-    settings = sampling.Sampling.of(1, temperature=1.0)
-    graph, leaves = step.split(target)
-    stop_ids = jnp.full((1, 1), -1, jnp.int32)
+    settings, stop_ids = sampling.Sampling.of(1, temperature=1.0), jnp.full((1, 1), -1, jnp.int32)
     return Loaded(graph, leaves, drafter, draft_leaves, plain(), speculative, settings, stop_ids)
+
+
+def bare(state: SpeculativeState) -> SpeculativeState:
+    """The state without what is donated apart."""
+    return dataclasses.replace(state, cache=K3Cache(()), context=())
+
+
+def draft_inputs(loaded: Loaded, leaves: tuple[Array, ...]) -> tuple[Any, ...]:
+    """What `Parts.draft` takes, with the tables of the target's `leaves`."""
+    model, state = loaded.graph.merge(leaves), loaded.speculative
+    return state.context, loaded.draft_leaves, state.token, state.rows, model.embedding[...], model.head[...]
 
 
 class Verify(NamedTuple):
@@ -245,183 +292,3 @@ class Parts:
         before = dataclasses.replace(state, cache=cache, context=context)
         after = parts.commit(self.loaded.graph, self.loaded.drafter, leaves, before, verified, judged)
         return after.cache, after.context
-
-
-@dataclasses.dataclass(slots=True)
-class Programs:
-    """Everything that is timed, compiled; and the inputs that the parts hand on."""
-
-    loaded: Loaded
-    compiled: dict[str, Any]
-    seconds: float
-
-    @classmethod
-    def compile(cls, loaded: Loaded) -> "Programs":
-        """All programs, in threads."""
-        begin = time.perf_counter()
-        makers = dict(_lowerings(loaded))
-        with ThreadPoolExecutor(THREADS) as executor:
-            compiled = executor.map(lambda make: make().compile(), makers.values())
-            return cls(loaded, dict(zip(makers, compiled, strict=True)), time.perf_counter() - begin)
-
-    def transfers(self, name: str) -> list[str]:
-        """Instructions of a program that move data between device and host, or make the host look at the device."""
-        text = self.compiled[name].as_text()
-        found = re.findall(r" (infeed|outfeed|send|recv|conditional)\(", text)
-        found += ["host memory"] * text.count("S(5)")
-        found += [target for target in _targets(text) if "callback" in target or "python" in target]
-        # A loop whose trip count is unknown asks the host after each trip.
-        loops = [line for line in text.splitlines() if " while(" in line and "known_trip_count" not in line]
-        return found + ["while"] * len(loops)
-
-    def kernels(self, name: str) -> dict[str, int]:
-        """Calls of a program that XLA did not generate, by target."""
-        return dict(collections.Counter(_targets(self.compiled[name].as_text())).most_common())
-
-
-def _targets(text: str) -> list[str]:
-    """Custom calls of a compiled program, with the op that they belong to."""
-    found = []
-    for line in text.splitlines():
-        if target := re.search(r'custom_call_target="([^"]+)"', line):
-            ops = "prefill|decode|verify|commit_layers|experts|route|read|attend"
-            op = re.search(rf'op_name="[^"]*?jit\(({ops})\)/', line)
-            found.append(f"{op[1]}: {target[1]}" if op else target[1])
-    return found
-
-
-def _bare(state: SpeculativeState) -> SpeculativeState:
-    """The state without what is donated apart."""
-    return dataclasses.replace(state, cache=K3Cache(()), context=())
-
-
-def _draft_inputs(loaded: Loaded) -> tuple[Any, ...]:
-    model, state = loaded.graph.merge(loaded.leaves), loaded.speculative
-    return (
-        state.context,
-        loaded.draft_leaves,
-        state.token,
-        state.rows,
-        model.embedding[...],
-        model.head[...],
-    )
-
-
-def _lowerings(loaded: Loaded) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """A function that traces and lowers each program. Inputs that another part makes are abstract."""
-    shared = (loaded.params, loaded.stop_ids)
-    plain = (loaded.graph, loaded.leaves, loaded.plain, *shared)
-    whole = (loaded.graph, loaded.leaves, loaded.drafter, loaded.draft_leaves, loaded.speculative, *shared)
-    yield "plain", lambda: step.decode.lower(*plain, filters=sampling.NO_FILTERS)
-    yield "whole", lambda: speculate.lower(*whole, filters=sampling.NO_FILTERS)
-    one, filtered = Parts(loaded), Parts(loaded, filters=FILTERED)
-    state, bare = loaded.speculative, _bare(loaded.speculative)
-    draft = _draft_inputs(loaded)
-    block = jax.eval_shape(one.draft, *draft)._replace(pools=())
-    markov = (loaded.draft_leaves, block, state.token, state.rows, loaded.params)
-    proposal = jax.eval_shape(one.markov, *markov)
-    verify = (state.cache, bare, loaded.leaves, proposal.token)
-    verified = jax.eval_shape(one.verify, *verify)
-    accept = (verified.logits, proposal, bare, parts.Given(*shared))
-    judged = jax.eval_shape(one.accept, *accept)
-    commit = ((state.cache, state.context), bare, loaded.draft_leaves, verified.pending, verified.features, judged)
-    yield "draft", lambda: jax.jit(one.draft, donate_argnums=0).lower(*draft)
-    yield "verify", lambda: jax.jit(one.verify, donate_argnums=0).lower(*verify)
-    yield "commit", lambda: jax.jit(one.commit, donate_argnums=0).lower(*commit)
-    for kind, parts_of in (("", one), (TOP_P, filtered)):
-        yield f"markov{kind}", lambda these=parts_of: jax.jit(these.markov).lower(*markov)
-        yield f"accept{kind}", lambda these=parts_of: jax.jit(these.accept).lower(*accept)
-
-
-def device_us(run: Callable[[Any], Any], carry: Any, repeats: int = 5) -> float:
-    """Microseconds that the device takes for a call of a compiled program; `run` maps the carry to the next one.
-
-    Decoding enqueues a step before the last one has ended, so the host's time for a call does not count. It is kept
-    out: calls stand behind work that lasts until all are enqueued, and few are subtracted from many.
-    """
-
-    def series(carry: Any, calls: int) -> tuple[Any, float]:
-        start = time.perf_counter()
-        ahead = _keep_busy()
-        for _ in range(calls):
-            carry = run(carry)
-        jax.block_until_ready((ahead, carry))
-        return carry, time.perf_counter() - start
-
-    carry, _ = series(carry, 1)
-    best = dict.fromkeys((FEW, MANY), math.inf)
-    for _ in range(repeats):
-        for calls in best:
-            carry, seconds = series(carry, calls)
-            # Whatever else the machine does only adds.
-            best[calls] = min(best[calls], seconds)
-    return (best[MANY] - best[FEW]) / (MANY - FEW) * 1e6
-
-
-def _keep_busy() -> Array:
-    """About thirty milliseconds of a GPU's time; nothing to speak of elsewhere."""
-    size, turns = (4096, 150) if jax.default_backend() == "gpu" else (8, 1)
-    return _multiply(jnp.ones((size, size), jnp.bfloat16), turns)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _multiply(matrix: Float[Array, "N N"], turns: int) -> Float[Array, "N N"]:
-    scaled = matrix / jnp.asarray(matrix.shape[0], matrix.dtype)
-    return jax.lax.fori_loop(0, turns, lambda _, product: product @ scaled, matrix)
-
-
-@dataclasses.dataclass(slots=True)
-class Stopwatch:
-    """Times the programs on what the ones before them made. No array is read while the clock runs."""
-
-    programs: Programs
-    experts: list[Array] = dataclasses.field(default_factory=list)
-    """The experts that a block reached, by MoE layer; set by `parts`."""
-
-    def parts(self) -> Iterator[tuple[str, float]]:
-        """Microseconds of each part, as it is measured."""
-        run, loaded = self.programs.compiled, self.programs.loaded
-        state, bare = loaded.speculative, _bare(loaded.speculative)
-        context, *draft = _draft_inputs(loaded)
-        context = jax.tree.map(jnp.copy, context)
-        yield "draft", device_us(lambda pools: run["draft"](pools, *draft).pools, context)
-        block = run["draft"](jax.tree.map(jnp.copy, state.context), *draft)
-        markov = (loaded.draft_leaves, block._replace(pools=()), state.token, state.rows, loaded.params)
-        proposal = run["markov"](*markov)
-        for kind in ("", TOP_P):
-            yield f"markov{kind}", self._repeat(f"markov{kind}", markov)
-
-        def verify(cache: K3Cache) -> Verify:
-            return run["verify"](cache, bare, loaded.leaves, proposal.token)
-
-        cache, context = jax.tree.map(jnp.copy, (state.cache, state.context))
-        yield "verify", device_us(lambda cache: verify(cache).cache, cache)
-        verified = verify(jax.tree.map(jnp.copy, state.cache))
-        self.experts = verified.experts
-        accept = (verified.logits, proposal, bare, parts.Given(loaded.params, loaded.stop_ids))
-        judged = run["accept"](*accept)
-        for kind in ("", TOP_P):
-            yield f"accept{kind}", self._repeat(f"accept{kind}", accept)
-        rest = (bare, loaded.draft_leaves, verified.pending, verified.features, judged)
-        pools = (verified.cache, context)
-        yield "commit", device_us(lambda pools: run["commit"](pools, *rest), pools)
-
-    def _repeat(self, name: str, inputs: tuple[Any, ...]) -> float:
-        call = self.programs.compiled[name]
-        return device_us(lambda _: call(*inputs), None)
-
-    def steps(self) -> Iterator[tuple[str, float]]:
-        """The two kinds of decoding, whole. Their states are used up."""
-        run, loaded = self.programs.compiled, self.programs.loaded
-        shared = (loaded.params, loaded.stop_ids)
-        yield "plain", device_us(lambda state: run["plain"](loaded.leaves, state, *shared)[0], loaded.plain)
-
-        def whole(state: SpeculativeState) -> SpeculativeState:
-            return run["whole"](loaded.leaves, loaded.draft_leaves, state, *shared)[0]
-
-        yield "whole", device_us(whole, loaded.speculative)
-
-
-def distinct(experts: list[Array], tokens: int | None) -> float:
-    """Distinct experts that the first `tokens` of a block reach: the mean over the MoE layers."""
-    return float(np.mean([len(np.unique(np.asarray(layer)[:tokens])) for layer in experts]))

@@ -1,6 +1,5 @@
 """`python -m k3jax.bench speculate`: prints what `speculation.bench` measures, as it is measured."""
 
-import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -9,13 +8,16 @@ from typing import Any
 
 import jax
 
-from k3jax import params
-from k3jax.capacity import tree_bytes
 from k3jax.config import k3
-from k3jax.dspark.tensors import draft_specs
 from k3jax.speculation import bench
+from k3jax.speculation.programs import TOP_P, Programs
+from k3jax.speculation.stopwatch import Stopwatch, distinct
 
 GIGABYTE = 1e9
+DRAFTS = {
+    "model": "weights of the model's kind, the target's head",
+    "int8": "weights of 8 bits, among them a copy of the target's head",
+}
 PARTS = ("draft", "markov", "verify", "accept", "commit")
 
 
@@ -31,19 +33,19 @@ def run(setting: bench.Setting, json_path: Path | None = None) -> int:
     for line in describe(setting):
         say(line)
     begin = time.perf_counter()
+    programs = Programs(bench.abstract(setting))
     loaded = bench.load(setting)
-    say(f"weights made in {time.perf_counter() - begin:.0f} s")
-    programs = bench.Programs.compile(loaded)
-    say(f"{len(programs.compiled)} programs compiled in {programs.seconds:.0f} s")
-    for line in inspect(programs, record["programs"]):
-        say(line)
-    watch, times = bench.Stopwatch(programs), {}
+    say(f"weights made in {time.perf_counter() - begin:.0f} s; programs are measured as they are compiled")
+    watch, times = Stopwatch(programs, loaded), {}
     record["microseconds"] = times
     with jax.transfer_guard_device_to_host("disallow"):
-        for name, spent in itertools.chain(watch.parts(), watch.steps()):
+        for name, spent in watch.times():
             times[name] = spent
-            say(f"  {name}: {spent:.0f} us")
-    one, block = (bench.distinct(watch.experts, tokens) for tokens in (1, None))
+            say(f"  {name}: {spent:.0f} us{inspect(name, programs, record['programs'])}")
+    say(f"measured {len(times)} programs in {time.perf_counter() - begin:.0f} s")
+    moved = record["programs"]["whole"]["transfers"]
+    say(f"device-to-host transfers inside a speculative step: {len(moved) or 'none'}")
+    one, block = (distinct(watch.experts, tokens) for tokens in (1, None))
     record["experts"] = {"one token": one, "block": block}
     for line in table(setting, times, one, block):
         say(line)
@@ -53,7 +55,7 @@ def run(setting: bench.Setting, json_path: Path | None = None) -> int:
 def describe(setting: bench.Setting) -> Iterator[str]:
     """What is real and what is not."""
     config, whole = setting.config, k3()
-    target, draft = (tree_bytes(s, setting.dtype) for s in (params.model_specs(config), draft_specs(setting.draft)))
+    target, draft = map(bench.held, setting.shapes())
     experts = config.moe.num_experts
     yield f"{jax.devices()[0].device_kind}: {config.num_layers} of K3's {whole.num_layers} layers at full width"
     yield (
@@ -64,20 +66,18 @@ def describe(setting: bench.Setting) -> Iterator[str]:
     )
     yield (
         f"  {target / GIGABYTE:.1f} GB of target, {draft / GIGABYTE:.1f} GB of draft ({setting.draft.num_layers} MLA "
-        f"layers, {setting.draft.block_size} drafts); random weights, {setting.context} tokens of context, batch 1, "
-        f"temperature 1"
+        f"layers, {setting.draft.block_size} drafts; {DRAFTS[setting.draft_weights]})"
     )
+    yield f"  random weights, {setting.context} tokens of context, batch 1, temperature 1"
 
 
-def inspect(programs: bench.Programs, record: dict[str, Any]) -> Iterator[str]:
-    """Which kernels run, and whether anything leaves the device inside a step."""
-    for name in ("plain", "whole", *PARTS):
-        kernels, transfers = programs.kernels(name), programs.transfers(name)
-        record[name] = {"kernels": kernels, "transfers": transfers}
-        calls = ", ".join(f"{count} x {target}" for target, count in kernels.items()) or "XLA's own alone"
-        moved = f"; leaves the device: {', '.join(sorted(set(transfers)))} ({len(transfers)})" if transfers else ""
-        yield f"  {name}: {calls}{moved}"
-    yield f"device-to-host transfers inside a speculative step: {len(programs.transfers('whole')) or 'none'}"
+def inspect(name: str, programs: Programs, record: dict[str, Any]) -> str:
+    """Which kernels run, and what leaves the device inside a step."""
+    kernels, transfers = programs.kernels(name), programs.transfers(name)
+    record[name] = {"kernels": kernels, "transfers": transfers}
+    calls = ", ".join(f"{count} x {target}" for target, count in kernels.items())
+    moved = f"; leaves the device: {', '.join(sorted(set(transfers)))} ({len(transfers)})" if transfers else ""
+    return f" ({calls or 'kernels of XLA alone'}{moved})"
 
 
 def table(setting: bench.Setting, times: dict[str, float], one: float, block: float) -> Iterator[str]:
@@ -99,7 +99,7 @@ def table(setting: bench.Setting, times: dict[str, float], one: float, block: fl
     yield f"a speculative step takes {ratio:.2f} plain ones (vLLM on GB300: 1.43)"
     for length in bench.PUBLISHED:
         yield f"acceptance length {length}: {length / ratio:.2f} x plain decoding"
-    more = sum(times[f"{name}{bench.TOP_P}"] - times[name] for name in ("markov", "accept"))
+    more = sum(times[f"{name}{TOP_P}"] - times[name] for name in ("markov", "accept"))
     yield f"top-p adds {more:.0f} us to a speculative step"
     layers, whole = setting.config.num_layers, k3().num_layers
     fixed, depth = sum(times[name] for name in ("draft", "markov", "accept")), whole / layers

@@ -169,7 +169,9 @@ class Draft:
     length: tuple[int, ...] = (256,)
     """Tokens per text, of each kind of texts."""
     texts: tuple[int, ...] = (2048,)
-    """Texts to write, once, of each kind."""
+    """Texts to write, of each kind and in each round."""
+    rounds: int = 1
+    """Times that texts are written: new ones take the place of the old ones at even parts of the schedule."""
     block: int = 7
     """Tokens drafted per step."""
     layers: int = 2
@@ -196,6 +198,10 @@ class Draft:
     """Cross-entropy against the target's distributions instead of the texts' tokens."""
     reach: bool = False
     """Weigh each row by the chance that its block stands up to there."""
+    pace: bool = False
+    """Weigh each row by how much the number of steps depends on it, in place of --decay and --reach."""
+    confidence: float = 1.0
+    """Weight of the confidence head's loss."""
     initial: Path | None = None
     """Draft to start from, of the same shape or with fewer layers, key and value heads or taps."""
     resident: bool = False
@@ -403,8 +409,8 @@ def _draft(command: Draft) -> None:
         width=command.width,
         kv_heads=command.kv_heads,
     )
-    loss = {name: getattr(command, name) for name in ("cross_entropy", "decay", "soft", "reach")}
-    names = ("out", "steps", "seconds", "rows", "anchors", "peak", "texts", "length", "corpus", "resident")
+    loss = {name: getattr(command, name) for name in ("cross_entropy", "confidence", "decay", "soft", "reach", "pace")}
+    names = ("out", "steps", "seconds", "rows", "anchors", "rounds", "peak", "texts", "length", "corpus", "resident")
     values = {name: getattr(command, name) for name in (*names, "save_every", "seed")}
     plan = draft_program.Plan(**values, objective=draft_losses.Objective(**loss))
     prepared = draft_data.Prepared(command.data)

@@ -19,6 +19,9 @@ from k3jax.train.draft_attention import packed_attention
 from pallas.moe.grouped import take_rows
 from pallas.precision import einsum
 
+NEIGHBOURS = 8
+"""Anchors on each side that tell how long steps are near an anchor."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
@@ -35,6 +38,9 @@ class Objective:
     reach: bool = False
     """A row's weight also has the factor prod_{j<k} min(1, q_j(x_j) / p_j(x_j)), no gradient: on text drawn from p its
     mean is the chance that standard rejection gets to row k, so rows count as often as they will be used."""
+    pace: bool = False
+    """Rows weigh as much as the number of steps that the texts take depends on them: `pace_weights` in place of
+    `decay` and `reach`."""
 
 
 class Text(NamedTuple):
@@ -57,10 +63,15 @@ class DraftLosses(NamedTuple):
     confidence: Float32[Array, ""]
     survival: Float32[Array, " G"]
     """Mean chance that each row is accepted together with all before it."""
+    pace: Float32[Array, ""]
+    """Expected steps per token: the mean of 1 / `local_length`."""
 
     @property
     def acceptance_length(self) -> Float32[Array, ""]:
-        """Expected tokens per step at temperature 1 under standard rejection, the following one included."""
+        """Mean over anchors of the tokens that their step would give at temperature 1 under standard rejection.
+
+        More than decoding gives, whose steps begin more often where blocks fall early: see `pace`.
+        """
         return 1 + jnp.sum(self.survival)
 
 
@@ -128,12 +139,54 @@ def losses(
     variation = jnp.sum(jnp.abs(jnp.exp(logp) - target), axis=-1)
     accept = jax.lax.stop_gradient(1 - variation / 2)
     surprise = _binary_entropy(confidence, accept) if confidence is not None else jnp.zeros_like(entropy)
-    weight = _row_weights(objective, valid, jnp.exp(chosen), _chosen(target, labels))
+    chances = jnp.exp(chosen), _chosen(target, labels)
+    local = local_length(accept, valid)
+    if objective.pace:
+        weight = pace_weights(accept, valid, _reached(*chances), local)
+    else:
+        weight = _row_weights(objective, valid, *chances)
     mean = [jnp.sum(weight * term) / jnp.sum(weight) for term in (entropy, variation, surprise)]
     loss = objective.cross_entropy * mean[0] + objective.variation * mean[1] + objective.confidence * mean[2]
     whole = jnp.all(valid, axis=-1).astype(jnp.float32)
-    survival = jnp.sum(jnp.cumprod(accept, axis=-1) * whole[..., None], axis=(0, 1)) / jnp.maximum(jnp.sum(whole), 1)
-    return DraftLosses(loss, *mean, survival)
+    count = jnp.maximum(jnp.sum(whole), 1)
+    survival = jnp.sum(jnp.cumprod(accept, axis=-1) * whole[..., None], axis=(0, 1)) / count
+    pace = jnp.where(jnp.any(whole > 0), jnp.sum(whole / local) / count, 1.0)
+    return DraftLosses(loss, *mean, survival, pace)
+
+
+def local_length(accept: Float32[Array, "B A G"], valid: Bool[Array, "B A G"]) -> Float32[Array, "B A"]:
+    """Expected tokens of a step that begins near each anchor: the mean over the anchors around it, which are ascending.
+
+    Of those whose blocks lie inside the text; 1 where there are none. `accept` holds each row's chance to stand.
+    """
+
+    def around(values: Float32[Array, "B A"]) -> Float32[Array, "B A"]:
+        return jax.lax.reduce_window(values, 0.0, jax.lax.add, (1, 2 * NEIGHBOURS + 1), (1, 1), "SAME")
+
+    whole = jnp.all(valid, axis=-1).astype(jnp.float32)
+    length = 1 + jnp.sum(jnp.cumprod(accept, axis=-1), axis=-1)
+    count = around(whole)
+    return jnp.where(count > 0, around(whole * length) / jnp.maximum(count, 1), 1.0)
+
+
+def pace_weights(
+    accept: Float32[Array, "B A G"],
+    valid: Bool[Array, "B A G"],
+    reached: Float32[Array, "B A G"],
+    local: Float32[Array, "B A"],
+) -> Float32[Array, "B A G"]:
+    """How much fewer steps a text takes when a row's chance to stand grows.
+
+    A text of T tokens takes about sum_t 1 / L(t) steps, where L is the expected length of a step that begins there:
+    L = 1 + s_1 (1 + s_2 (1 + ...)), so dL/ds_k is the chance that row k is reached times the tokens that then follow,
+    and the number of steps falls by that over L squared.
+    """
+    stands = accept * valid.astype(jnp.float32)
+    ahead = [jnp.ones_like(stands[..., 0])]
+    for k in range(stands.shape[-1] - 1, 0, -1):
+        ahead.append(1 + stands[..., k] * ahead[-1])
+    weight = reached * jnp.stack(ahead[::-1], axis=-1) / jnp.square(local)[..., None]
+    return jax.lax.stop_gradient(weight * valid.astype(jnp.float32))
 
 
 def _chosen(values: Float32[Array, "B A G V"], labels: Int32[Array, "B A G"]) -> Float32[Array, "B A G"]:
@@ -148,9 +201,14 @@ def _row_weights(
     weight = jnp.exp(-row / objective.decay) * valid.astype(jnp.float32)
     if not objective.reach:
         return weight
+    return weight * _reached(q, p)
+
+
+def _reached(q: Float32[Array, "B A G"], p: Float32[Array, "B A G"]) -> Float32[Array, "B A G"]:
+    """The chance that the rows before each row stand, given that the text's tokens follow."""
     stands = jax.lax.stop_gradient(jnp.minimum(1.0, q / jnp.maximum(p, 1e-30)))
     before = jnp.concatenate([jnp.ones_like(stands[..., :1]), stands[..., :-1]], axis=-1)
-    return weight * jnp.cumprod(before, axis=-1)
+    return jnp.cumprod(before, axis=-1)
 
 
 def _gather(values: Array, at: Int32[Array, "B A G"]) -> Array:

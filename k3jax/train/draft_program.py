@@ -1,6 +1,7 @@
 """`python -m k3jax.train draft`: the target writes texts, a draft learns to foresee them."""
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Sequence
@@ -47,6 +48,8 @@ class Plan(draft_run.Recipe):
             raise UsageError(f"{len(self.length)} lengths and {len(self.texts)} numbers of texts; give one for each")
         if len(set(self.length)) != len(self.length):  # each has a file of its own
             raise UsageError(f"lengths {self.length} repeat; add their numbers of texts up")
+        if self.rounds < 1:
+            raise UsageError(f"rounds is {self.rounds}, expected at least 1")
         if not self.corpus and not any(self.texts):
             raise UsageError("no texts to train on; give numbers of texts, or texts of the data (corpus)")
 
@@ -91,37 +94,37 @@ def draft_config(
     )
 
 
-def gather_texts(model: Model, prepared: Prepared, plan: Plan, journal: Journal) -> list[Texts]:
-    """Texts of each length: those that the target wrote, stored once in `plan.out`, and those of the data.
+def gather_texts(model: Model, prepared: Prepared, plan: Plan, journal: Journal, turn: int = 0) -> list[Texts]:
+    """Texts of each length of round `turn`: those that the target wrote, stored once in `plan.out`, and the data's.
 
     The same when a run goes on.
     """
-    return [
-        _texts(model, prepared, plan, journal, kind) for kind, count in enumerate(plan.texts) if count or plan.corpus
-    ]
+    kinds = [kind for kind, count in enumerate(plan.texts) if count or plan.corpus]
+    return [_texts(model, prepared, plan, journal, kind, turn) for kind in kinds]
 
 
-def _texts(model: Model, prepared: Prepared, plan: Plan, journal: Journal, kind: int) -> Texts:
+def _texts(model: Model, prepared: Prepared, plan: Plan, journal: Journal, kind: int, turn: int) -> Texts:
     length = plan.length[kind]
-    stored, parts = plan.out / f"texts-{length}.npz", []
+    stored, parts = plan.out / f"texts-{length}-{turn}.npz", []
     if stored.is_file():
         with np.load(stored) as file:
             parts.append(Texts(file["ids"].astype(np.int32), file["begin"]))
     elif plan.texts[kind]:
         started = time.monotonic()
-        parts.append(_written(model, prepared, plan, kind))
+        parts.append(_written(model, prepared, plan, kind, turn))
         np.savez(stored, ids=parts[0].ids.astype(np.uint16), begin=parts[0].begin)
         size, took = int(parts[0].ids.size), round(time.monotonic() - started, 1)
         journal.write("texts", rows=len(parts[0].ids), length=length, tokens=size, took=took)
     if plan.corpus:
-        ids = prepared.texts(np.random.default_rng((plan.seed, 1, length)), plan.corpus, length)
+        ids = prepared.texts(np.random.default_rng((plan.seed, 1, length, turn)), plan.corpus, length)
         parts.append(Texts(ids, np.zeros(len(ids), np.int32)))
     return join(parts)
 
 
-def _written(model: Model, prepared: Prepared, plan: Plan, kind: int) -> Texts:
+def _written(model: Model, prepared: Prepared, plan: Plan, kind: int, turn: int) -> Texts:
     length, total, parts = plan.length[kind], plan.texts[kind], []
-    for batch, first in enumerate(range(0, total, TOGETHER)):
+    firsts = range(0, total, TOGETHER)
+    for batch, first in enumerate(firsts, turn * len(firsts)):
         seed = (plan.seed, length, batch)
         begin = max(1, length // PROMPT_SHARES[batch % len(PROMPT_SHARES)])
         prompts = prepared.texts(np.random.default_rng(seed), min(TOGETHER, total - first), begin)
@@ -143,16 +146,13 @@ def run(
 
     Goes on from the latest saved state in `plan.out`, if there is one, otherwise from the parameters `initial`.
     """
-    begin = time.monotonic()
     with Journal(plan.out / "log.jsonl") as journal:
-        texts = gather_texts(model, prepared, plan, journal)
         fresh = draft_run.create(config, plan.seed)
         fresh = fresh if initial is None else fresh._replace(masters=initial)
         state = start = _resume(plan, fresh, load)
         step = int(state.step)
-        left = None if plan.seconds is None else max(1.0, plan.seconds - (time.monotonic() - begin))
-        recipe = dataclasses.replace(plan, seconds=left)
-        for state, result in draft_run.train(model, config, start, texts, recipe):
+        texts = functools.partial(gather_texts, model, prepared, plan, journal)
+        for state, result in draft_run.train(model, config, start, texts, plan):
             step += 1
             if step % 20 == 0:
                 journal.write("step", step=step, total=plan.steps, **_figures(result))
@@ -179,7 +179,8 @@ def _figures(result: draft_run.DraftLosses) -> dict[str, float]:
     values = jax.device_get(result)
     names = ("loss", "cross_entropy", "variation", "confidence")
     figures = {name: round(float(getattr(values, name)), 4) for name in names}
-    return figures | {"acceptance_length": round(float(1 + np.sum(values.survival)), 3)}
+    lengths = {"acceptance_length": 1 + np.sum(values.survival), "tokens_per_step": 1 / values.pace}
+    return figures | {name: round(float(length), 3) for name, length in lengths.items()}
 
 
 def summary(plan: Plan, state: draft_run.DraftState, config: DSparkConfig) -> str:

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from k3jax import params
 from k3jax.cache import Rows
@@ -48,6 +48,8 @@ class Recipe:
     """Texts per step, if they have the greatest length; as many times more of shorter ones."""
     anchors: int = 64
     """Blocks per text of the greatest length; as many times fewer in shorter ones."""
+    rounds: int = 1
+    """Times that new texts take the place of the old ones, the first included, at even parts of the schedule."""
     resident: bool = False
     """Runs the target once over all texts and keeps what the draft reads on the device: 4 kB a token for nano."""
     objective: Objective = dataclasses.field(default_factory=Objective)
@@ -141,8 +143,8 @@ class Shelf:
 
     @property
     def tokens(self) -> int:
-        """Of all texts."""
-        return self.texts.ids.size
+        """Tokens that the target wrote."""
+        return int((self._size - self.texts.begin).sum())
 
     @property
     def _firsts(self) -> range:
@@ -172,25 +174,41 @@ class Shelf:
         return text, jnp.asarray(draw_anchors(rng, begin, self._size, self._anchors))
 
 
-def train(
-    model: Model, config: DSparkConfig, state: DraftState, texts: Sequence[Texts], recipe: Recipe
-) -> Iterator[tuple[DraftState, DraftLosses]]:
-    """Steps from `state` to `recipe.steps`, each on texts of one length.
-
-    What a step draws depends on its number alone, so a run may resume.
-    """
-    begin = time.monotonic()
+def _shelves(
+    model: Model, config: DSparkConfig, texts: Sequence[Texts], recipe: Recipe
+) -> tuple[list[Shelf], Float[np.ndarray, " n"]]:
+    """Texts by length, and how often a step is on each: as much of its tokens were written."""
     longest = max(part.ids.shape[1] for part in texts)
     shelves = [Shelf(model, config, part, recipe, longest) for part in texts]
     share = np.array([shelf.tokens for shelf in shelves], np.float64)
+    return shelves, share / share.sum()
+
+
+def train(
+    model: Model,
+    config: DSparkConfig,
+    state: DraftState,
+    texts: Callable[[int], Sequence[Texts]],
+    recipe: Recipe,
+) -> Iterator[tuple[DraftState, DraftLosses]]:
+    """Steps from `state` to `recipe.steps`, each on texts of one length; `texts` gives those of a round, from 0 on.
+
+    What a step draws depends on its number alone, so a run may resume.
+    """
+    begin, first = time.monotonic(), int(state.step)
+    held = first * recipe.rounds // recipe.steps
+    shelves, share = _shelves(model, config, texts(held), recipe)
     ready = time.monotonic()
     left = None if recipe.seconds is None else max(1e-3, recipe.seconds - (ready - begin))
-    for step in range(int(state.step), recipe.steps):
+    for step in range(first, recipe.steps):
         place = max(step, int((time.monotonic() - ready) / left * recipe.steps) if left else 0)
         if place >= recipe.steps:
             return
+        if held != (held := place * recipe.rounds // recipe.steps):
+            shelves = []  # makes room first
+            shelves, share = _shelves(model, config, texts(held), recipe)
         rng = np.random.default_rng((recipe.seed, step))
-        text, anchors = shelves[int(rng.choice(len(shelves), p=share / share.sum()))].batch(rng)
+        text, anchors = shelves[int(rng.choice(len(shelves), p=share))].batch(rng)
         rate = jnp.float32(learning_rate(place, recipe.steps, recipe.peak))
         state, result = train_step(config, recipe.objective, model.graph, model.leaves, state, text, anchors, rate)
         yield state, result

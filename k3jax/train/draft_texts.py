@@ -41,27 +41,29 @@ def draw(logits: Float[Array, "B V"], key: Array) -> Int32[Array, " B"]:
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "steps"), donate_argnames="cache")
+class Writing(NamedTuple):
+    """Rows that are being written."""
+
+    cache: K3Cache
+    rows: Rows
+    token: Int32[Array, " B"]
+    """Drawn last, not yet in the cache."""
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "steps"), donate_argnames="writing")
 def go_on(
-    graph: Graph,
-    leaves: tuple[Array, ...],
-    cache: K3Cache,
-    rows: Rows,
-    token: Int32[Array, " B"],
-    key: Array,
-    steps: int = STEPS,
-) -> tuple[K3Cache, Rows, Int32[Array, "steps B"]]:
-    """The next `steps` tokens of each row at temperature 1, after `token`. Donates the cache."""
+    graph: Graph, leaves: tuple[Array, ...], writing: Writing, key: Array, steps: int = STEPS
+) -> tuple[Writing, Int32[Array, "steps B"]]:
+    """The next `steps` tokens of each row at temperature 1. Donates `writing`."""
     model = graph.merge(leaves)
 
-    def one(carry: tuple, key: Array) -> tuple[tuple, Array]:
-        cache, rows, token = carry
-        output = model(token[:, None], rows, cache)
+    def one(writing: Writing, key: Array) -> tuple[Writing, Array]:
+        output = model(writing.token[:, None], writing.rows, writing.cache)
         token = draw(model.logits(output.hidden[:, 0]), key)
-        return (output.cache, rows.advance(), token), token
+        assert output.cache is not None
+        return Writing(output.cache, writing.rows.advance(), token), token
 
-    (cache, rows, _), tokens = jax.lax.scan(one, (cache, rows, token), jax.random.split(key, steps))
-    return cache, rows, tokens
+    return jax.lax.scan(one, writing, jax.random.split(key, steps))
 
 
 def write(model: Model, prompts: Int32[np.ndarray, "N P"], length: int, seed: int) -> Texts:
@@ -77,13 +79,11 @@ def write(model: Model, prompts: Int32[np.ndarray, "N P"], length: int, seed: in
         logits.append(new)
     rows = model.place(Rows(slots, table, np.full(count, begin, np.int32), np.ones(count, np.int32)))
     key = jax.random.key(seed)
-    token = draw(jnp.concatenate(logits), key)
-    written = [token[None]]
+    writing = Writing(cache, rows, draw(jnp.concatenate(logits), key))
+    written = [jnp.array(writing.token[None])]  # a copy: the writing is given away
     # The last call may go past the end: what it makes of positions behind `length` is dropped.
     for place in range(begin + 1, length, STEPS):
-        fresh = jax.random.fold_in(key, place)
-        cache, rows, tokens = go_on(model.graph, model.leaves, cache, rows, token, fresh)
-        token = tokens[-1]
+        writing, tokens = go_on(model.graph, model.leaves, writing, jax.random.fold_in(key, place))
         written.append(tokens)
     ids = np.concatenate([prompts, np.asarray(jnp.concatenate(written)).T], axis=1)[:, :length]
     return Texts(ids.astype(np.int32), np.full(count, begin, np.int32))

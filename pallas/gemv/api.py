@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from pallas.dispatch import Implementation, select
 from pallas.gemv import mosaic, xla
+from pallas.gemv.int8 import Int8Matrix
 from pallas.precision import einsum
 
 FEW_ROWS = mosaic.MOST_TOKENS
@@ -19,18 +20,21 @@ FEW_ROWS = mosaic.MOST_TOKENS
 @functools.partial(jax.jit, static_argnames=("dtypes", "implementation"))
 def matmuls(
     x: Float[Array, "M K"],
-    weights: tuple[Float[Array, "_ K"], ...],
+    weights: tuple[Float[Array, "_ K"] | Int8Matrix, ...],
     *,
     dtypes: tuple[DTypeLike, ...] | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "M _"], ...]:
-    """Products of x with the transpose of each matrix, in one pass: float32 sums rounded to `dtypes` (default x's)."""
+    """Products of x with the transpose of each matrix, in one pass: float32 sums rounded to `dtypes` (default x's).
+
+    Matrices of int8 are [N, K] here, beside one another only, and have no gradient.
+    """
     kinds = tuple(jnp.dtype(dtype) for dtype in dtypes or (x.dtype,) * len(weights))
     return select(implementation, mosaic=mosaic.on_gpu, xla=xla.matmuls)(x, weights, kinds)
 
 
 def matmul(
-    x: Float[Array, "M K"], weights: Float[Array, "N K"], *, implementation: Implementation = None
+    x: Float[Array, "M K"], weights: Float[Array, "N K"] | Int8Matrix, *, implementation: Implementation = None
 ) -> Float[Array, "M N"]:
     """`matmuls` for one matrix."""
     return matmuls(x, (weights,), implementation=implementation)[0]
@@ -38,7 +42,7 @@ def matmul(
 
 def project(
     x: Float[Array, "..."],
-    *weights: Float[Array, "..."],
+    *weights: Float[Array, "..."] | Int8Matrix,
     contract: int = 1,
     dtypes: tuple[DTypeLike, ...] | None = None,
     implementation: Implementation = None,
@@ -47,7 +51,7 @@ def project(
 
     The last `contract` axes are the inputs. Few rows of activations pass all weights in one launch where a kernel
     serves that; otherwise, and with `implementation` "xla", each is one ordinary product. float32 sums, rounded to
-    `dtypes` (default x's).
+    `dtypes` (default x's). An `Int8Matrix` stands for the matrix that it was made of.
     """
     kinds = tuple(jnp.dtype(dtype) for dtype in dtypes or (x.dtype,) * len(weights))
     few = math.prod(x.shape[:-contract]) <= FEW_ROWS
@@ -56,19 +60,31 @@ def project(
 
 
 def _flat(
-    x: Array, weights: tuple[Array, ...], dtypes: tuple[jnp.dtype, ...], contract: int
+    x: Array, weights: tuple[Array | Int8Matrix, ...], dtypes: tuple[jnp.dtype, ...], contract: int
 ) -> tuple[Float[Array, "..."], ...]:
     batch, inputs = x.shape[:-contract], math.prod(x.shape[-contract:])
-    outputs = [matrix.shape[:-contract] for matrix in weights]
-    flat = tuple(matrix.reshape(math.prod(shape), inputs) for matrix, shape in zip(weights, outputs))
+    matrices = [_matrix(matrix, contract) for matrix in weights]
+    flat = tuple(matrix for matrix, _ in matrices)
     products = matmuls(x.reshape(math.prod(batch), inputs), flat, dtypes=dtypes, implementation="mosaic")
-    return tuple(product.reshape(*batch, *shape) for product, shape in zip(products, outputs))
+    return tuple(product.reshape(*batch, *shape) for product, (_, shape) in zip(products, matrices))
+
+
+def _matrix(weights: Array | Int8Matrix, contract: int) -> tuple[Array | Int8Matrix, tuple[int, ...]]:
+    """Weights as [outputs, inputs], and the shape of the outputs."""
+    if isinstance(weights, Int8Matrix):
+        shape = weights.scale.shape
+        return Int8Matrix(weights.codes.reshape(math.prod(shape), -1), weights.scale.reshape(-1)), shape
+    shape = weights.shape[:-contract]
+    return weights.reshape(math.prod(shape), -1), shape
 
 
 def _ordinary(
-    x: Array, weights: tuple[Array, ...], dtypes: tuple[jnp.dtype, ...], contract: int
+    x: Array, weights: tuple[Array | Int8Matrix, ...], dtypes: tuple[jnp.dtype, ...], contract: int
 ) -> tuple[Float[Array, "..."], ...]:
-    def one(matrix: Array, dtype: jnp.dtype) -> Array:
+    def one(matrix: Array | Int8Matrix, dtype: jnp.dtype) -> Array:
+        if isinstance(matrix, Int8Matrix):
+            batch, (flat, shape) = x.shape[:-contract], _matrix(matrix, contract)
+            return xla.matmuls(x.reshape(math.prod(batch), -1), (flat,), (dtype,))[0].reshape(*batch, *shape)
         letters = iter("abcdefghijklmnopqrstuvwxyz")
         sizes = x.ndim - contract, matrix.ndim - contract, contract
         rows, columns, summed = ("".join(next(letters) for _ in range(size)) for size in sizes)

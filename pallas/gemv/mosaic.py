@@ -1,14 +1,15 @@
 """The skinny product as one streaming Mosaic GPU kernel: at most sixteen rows of activations against a large matrix.
 
-Weights are the left operand of the tensor-core products, so one to eight rows cost the same. Each warpgroup keeps a
-ring of buffers filled by bulk copies; the warpgroups of a thread block share a tile of 64 weight rows, each a part of
-its depth, and add their sums through shared memory. Matrices with few rows are cut along their depth as well, into
-slices whose float32 sums are added outside.
+Weights are the left operand of the tensor-core products, so one to eight rows cost the same. Those of 8 bits become
+bfloat16 in registers, and the sums are multiplied with their output's scale. Each warpgroup keeps a ring of buffers
+filled by bulk copies; the warpgroups of a thread block share a tile of 64 weight rows, each a part of its depth, and
+add their sums through shared memory, or take tiles of their own where matrices are shallow. Matrices with few rows are
+cut along their depth as well, into slices whose float32 sums are added outside.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32, Int8
 
 from pallas.dispatch import require_hopper
-from pallas.gemv import xla
+from pallas.gemv import widen, xla
+from pallas.gemv.int8 import BOX, Int8Matrix
 from pallas.transposed_store import emulated_store, store
 
 ROWS = 64
@@ -29,6 +31,11 @@ DEPTH = 64
 """Inputs of a buffer, one swizzled tile: 128 bytes."""
 WIDE = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
 MULTIPROCESSORS = 132
+SLICES = (1, 2, 3, 4, 5, 6, 7, 8)
+BYTES_PER_US, JOIN_US, SUM_US = 4.3e6, 0.3, 1.2
+"""Of the memory; of the warpgroups' sums at the end of a tile; of adding slices in the kernel that takes them."""
+SHALLOW = 512
+"""Inputs up to which warpgroups share no tile."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,65 +50,110 @@ class Settings:
     """Parts of the depth that different thread blocks take."""
     blocks: int = MULTIPROCESSORS
     """Thread blocks."""
+    shared: bool = True
+    """Whether the warpgroups of a thread block share a tile; otherwise each takes one of its own."""
+
+    @property
+    def members(self) -> int:
+        """Warpgroups that share a tile."""
+        return self.groups if self.shared else 1
+
+    @property
+    def workers(self) -> int:
+        """Takers of tiles."""
+        return self.blocks * self.groups // self.members
+
+    def unit(self, *, narrow: bool) -> int:
+        """What the inputs must be a multiple of."""
+        return self.members * self.slices * (BOX if narrow else DEPTH)
 
 
-def settings_for(rows: Sequence[int], depth: int) -> Settings:
-    """A cut that fills the multiprocessors: slices for matrices of few tiles."""
+def settings_for(rows: Sequence[int], depth: int, *, narrow: bool = False) -> Settings:
+    """The cut of the shortest expected time: slices for matrices of few tiles, tiles of their own for shallow ones."""
     tiles = sum(-(-count // ROWS) for count in rows)
-    usable = [s for s in (1, 2, 3, 4, 6, 7, 8) if depth % (s * 4 * DEPTH) == 0] or [1]
-    waves = {s: -(-tiles * s // MULTIPROCESSORS) * MULTIPROCESSORS / (tiles * s) + 0.03 * s for s in usable}
-    return Settings(slices=min(waves, key=lambda s: waves[s]))
+    if depth <= SHALLOW:
+        # Many small rings: a tile is a few boxes, and between two of them nothing is under way.
+        return Settings(shared=False, stages=2, blocks=2 * MULTIPROCESSORS)
+    cuts = [Settings(slices=count) for count in SLICES]
+    usable = [cut for cut in cuts if depth % cut.unit(narrow=narrow) == 0]
+
+    def expected_us(cut: Settings) -> float:
+        turns = -(-tiles * cut.slices // cut.workers)
+        bytes_of_turn = cut.workers * ROWS * depth // cut.slices * (1 if narrow else 2)
+        parts = 2 * 4 * cut.slices * sum(rows) * 8 / BYTES_PER_US  # written and read, of eight rows
+        return turns * (bytes_of_turn / BYTES_PER_US + JOIN_US) + (SUM_US + parts if cut.slices > 1 else 0.0)
+
+    return min(usable, key=expected_us, default=Settings())
 
 
 def matmuls(
     x: Float[Array, "M K"],
-    weights: Sequence[Float[Array, "_ K"]],
+    weights: Sequence[Float[Array, "_ K"] | Int8[Array, "_ K"]],
     dtypes: Sequence[jnp.dtype] | None = None,
     interpret: Any = None,
     settings: Settings | None = None,
+    scales: Sequence[Float32[Array, " _"]] = (),
 ) -> tuple[Float[Array, "M _"], ...]:
-    """`api.matmuls`."""
+    """`api.matmuls`; `scales` of the outputs where the weights are int8."""
     tokens, depth = x.shape
     sizes = tuple(matrix.shape[0] for matrix in weights)
     dtypes = tuple(dtypes or (x.dtype,) * len(sizes))
-    cut = settings or settings_for(sizes, depth)
+    narrow = bool(scales)
+    cut = settings or settings_for(sizes, depth, narrow=narrow)
     for matrix in weights:
-        require_supported(x, matrix, cut)
+        require_supported(x, matrix, cut, narrow=narrow)
     columns = 8 if tokens <= 8 else 16
     if settings is None and columns > 8:
         cut = dataclasses.replace(cut, stages=cut.stages - 1)  # as much as shared memory holds
-    padded = jnp.pad(x, ((0, columns - tokens), (0, 0)))
+    if columns > 8 or interpret is not None:
+        # The copy engine reads what is missing of one tile of eight rows as zeros.
+        x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     kinds = (jnp.dtype(jnp.float32),) * len(sizes) if cut.slices > 1 else dtypes
-    sums = _kernel(columns, sizes, kinds, depth, cut, interpret)(padded, *weights)
-    return tuple(jnp.sum(part[:, :tokens], axis=0).astype(dtype) for part, dtype in zip(sums, dtypes))
+    sums = _kernel((tokens, columns), sizes, kinds, depth, cut, interpret, narrow=narrow)(x, *weights, *scales)
+    return tuple(jnp.sum(part, axis=0).astype(dtype) for part, dtype in zip(sums, dtypes))
 
 
-def require_supported(x: jax.Array, weights: jax.Array, cut: Settings) -> None:
+def require_supported(x: jax.Array, weights: jax.Array, cut: Settings, *, narrow: bool) -> None:
     """Raises `NotImplementedError` with the reason for a call that the kernel does not serve."""
-    if x.dtype != jnp.bfloat16 or weights.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"gemv mosaic serves bfloat16, got {x.dtype} and {weights.dtype}")
+    wanted = jnp.dtype(jnp.int8 if narrow else jnp.bfloat16)
+    if x.dtype != jnp.bfloat16 or weights.dtype != wanted:
+        raise NotImplementedError(f"gemv mosaic serves bfloat16 and {wanted}, got {x.dtype} and {weights.dtype}")
     if x.shape[0] > MOST_TOKENS:
         raise NotImplementedError(f"gemv mosaic serves up to {MOST_TOKENS} rows, got {x.shape[0]}")
-    if weights.shape[0] < ROWS or weights.shape[0] % 8 or x.shape[1] % (cut.groups * cut.slices * DEPTH):
+    unit = cut.unit(narrow=narrow)
+    if weights.shape[0] < ROWS or weights.shape[0] % 8 or x.shape[1] % unit:
         raise NotImplementedError(
-            f"gemv mosaic serves at least {ROWS} outputs in multiples of 8 and inputs in multiples of "
-            f"{cut.groups * cut.slices * DEPTH}, got {weights.shape[0]} and {x.shape[1]}"
+            f"gemv mosaic serves at least {ROWS} outputs in multiples of 8 and inputs in multiples of {unit}, "
+            f"got {weights.shape[0]} and {x.shape[1]}"
         )
 
 
 def _kernel(
-    columns: int, sizes: tuple[int, ...], dtypes: tuple[jnp.dtype, ...], depth: int, cut: Settings, interpret: Any
+    rows_of_x: tuple[int, int],
+    sizes: tuple[int, ...],
+    dtypes: tuple[jnp.dtype, ...],
+    depth: int,
+    cut: Settings,
+    interpret: Any,
+    *,
+    narrow: bool,
 ) -> Any:
-    groups, stages, share = cut.groups, cut.stages, ROWS // cut.groups
-    parts = depth // (DEPTH * groups * cut.slices)
+    tokens, columns = rows_of_x
+    groups, stages, share = cut.groups, cut.stages, ROWS // cut.members
+    box, kind = (BOX, jnp.int8) if narrow else (DEPTH, jnp.bfloat16)
+    parts = depth // (box * cut.members * cut.slices)
     ends = tuple(itertools.accumulate(-(-rows // ROWS) for rows in sizes))
-    total = ends[-1] * cut.slices
-    layout = plgpu.Layout.WG_STRIDED((share, columns), vec_size=1)
-    put = store if interpret is None else emulated_store
+    total, emulated = ends[-1] * cut.slices, interpret is not None
+    layout = plgpu.Layout.WG_STRIDED((share, columns), vec_size=1) if cut.shared else plgpu.Layout.WGMMA
+    put, by_row = (emulated_store, widen.emulated_by_row) if emulated else (store, widen.by_row)
+    turn = widen.emulated_widen if emulated else widen.widen
 
-    def body(x: Any, *refs: Any, left: Any, right: Any, sums: Any, full: Any, summed: Any) -> None:
-        matrices, outputs = refs[: len(sizes)], refs[len(sizes) :]
+    def body(x: Any, *refs: Any, left: Any, right: Any, full: Any, sums: Any = None, summed: Any = None) -> None:
+        count = len(sizes)
+        matrices, scales, outputs = refs[:count], refs[count : len(refs) - count], refs[len(refs) - count :]
         group, block = lax.axis_index("group"), lax.axis_index("block")
+        worker = block if cut.shared else group * cut.blocks + block
+        member, first_row = (group, group * share) if cut.shared else (jnp.int32(0), jnp.int32(0))
 
         def choose(tile: jax.Array, run: Callable[[int, jax.Array], None]) -> None:
             """`run(matrix, first row)` for the matrix of the tile; its last tile may overlap the one before."""
@@ -114,24 +166,47 @@ def _kernel(
                     pl.when((tile >= first) & (tile < end))(partial(run, index, row))
 
         def fetch(stage: jax.Array) -> None:
-            item = block + lax.div(stage, jnp.int32(parts)) * cut.blocks
+            item = worker + lax.div(stage, jnp.int32(parts)) * cut.workers
 
             @pl.when(item < total)
             def _start() -> None:
                 tile, piece = lax.div(item, jnp.int32(cut.slices)), lax.rem(item, jnp.int32(cut.slices))
                 slot = group * stages + lax.rem(stage, jnp.int32(stages))
-                step = (piece * parts + lax.rem(stage, jnp.int32(parts))) * groups + group
-                inputs = pl.ds(step * DEPTH, DEPTH)
+                step = (piece * parts + lax.rem(stage, jnp.int32(parts))) * cut.members + member
+                inputs = pl.ds(step * box, box)
 
                 def read(index: int, row: jax.Array) -> None:
                     source = matrices[index].at[pl.ds(row, ROWS), inputs]
                     plgpu.copy_gmem_to_smem(source, left.at[slot], full.at[slot])
 
                 choose(tile, read)
-                plgpu.copy_gmem_to_smem(x.at[:, inputs], right.at[slot], full.at[slot])
+                # From a row that the tracer does not know to be the first: x may have fewer.
+                rows = pl.ds(lax.rem(stage, jnp.int32(1)), columns)
+                plgpu.copy_gmem_to_smem(x.at[rows, inputs], right.at[slot], full.at[slot])
 
         def ring(stage: jax.Array) -> jax.Array:
             return group * stages + lax.rem(stage, jnp.int32(stages))
+
+        def operands(slot: jax.Array) -> Iterator[tuple[Any, Any]]:
+            """Weights and activations of a buffer: bfloat16 as it lies, codes in halves through registers."""
+            if not narrow:
+                yield left.at[slot], right.at[slot]
+            else:
+                for half in range(2):
+                    yield turn(left.at[slot], half), right.at[slot, :, pl.ds(half * DEPTH, DEPTH)]
+
+        def multipliers(tile: jax.Array) -> jax.Array:
+            """Scales of this warpgroup's part of a tile."""
+            found = jnp.zeros((share, columns), jnp.float32)
+            found = found if emulated else plgpu.layout_cast(found, layout)
+            for index, (rows, end) in enumerate(zip(sizes, ends)):
+                first = ends[index - 1] if index else 0
+                row = jnp.clip((tile - first) * ROWS, 0, rows - ROWS) + first_row
+                values = by_row(scales[index], row, (share, columns), layout)
+                if len(sizes) == 1:
+                    return values
+                found += values * ((tile >= first) & (tile < end)).astype(jnp.float32)
+            return found
 
         def tile_sum(item: jax.Array) -> jax.Array:
             def scope(total: Any) -> jax.Array:
@@ -139,7 +214,9 @@ def _kernel(
                     stage = item * parts + index
                     slot = ring(stage)
                     plgpu.barrier_wait(full.at[slot])
-                    plgpu.wgmma(total, left.at[slot], right.at[slot].transpose((1, 0)))
+                    for weights, inputs in operands(slot):
+                        plgpu.wgmma(total, weights, inputs.transpose((1, 0)))
+                        plgpu.wgmma_wait(1 if narrow else 0)
                     plgpu.wgmma_wait(0)
                     plgpu.commit_smem()
                     fetch(stage + stages)
@@ -154,63 +231,80 @@ def _kernel(
                 stage = item * parts + index
                 slot = ring(stage)
                 plgpu.barrier_wait(full.at[slot])
-                total += jnp.dot(left[slot], right[slot].T, preferred_element_type=jnp.float32)
+                for weights, inputs in operands(slot):
+                    total += jnp.dot(weights[...], inputs[...].T, preferred_element_type=jnp.float32)
                 fetch(stage + stages)
                 return total
 
             return lax.fori_loop(0, parts, one, jnp.zeros((ROWS, columns), jnp.float32))
 
-        def tile(item: jax.Array, _: None) -> None:
-            number = block + item * cut.blocks
-            piece = lax.rem(number, jnp.int32(cut.slices))
-            value = (tile_sum if interpret is None else emulated_sum)(item)
-            buffer = lax.rem(item, jnp.int32(2))
+        def joined(buffer: jax.Array, value: jax.Array) -> jax.Array:
+            """This warpgroup's part of the sum of all."""
             sums[buffer, group] = value
             plgpu.barrier_arrive(summed.at[buffer])
             plgpu.barrier_wait(summed.at[buffer])
-            mine = pl.ds(group * share, share)
+            mine = pl.ds(first_row, share)
             loads = [plgpu.load(sums.at[buffer, member, mine], layout=layout) for member in range(groups)]
-            result = sum(loads[1:], loads[0])
+            return sum(loads[1:], loads[0])
+
+        def one_tile(item: jax.Array, _: None) -> None:
+            number = worker + item * cut.workers
+            tile, piece = lax.div(number, jnp.int32(cut.slices)), lax.rem(number, jnp.int32(cut.slices))
+            factor = multipliers(tile) if narrow else None  # long before it is needed
+            result = (emulated_sum if emulated else tile_sum)(item)
+            if cut.shared:
+                result = joined(lax.rem(item, jnp.int32(2)), result)
+            if factor is not None:
+                result = result * factor
 
             def write(index: int, row: jax.Array) -> None:
                 target = outputs[index].at[piece, :, pl.ds(row, ROWS)]
-                put(target, None, group * share, result.astype(dtypes[index]), layout)
+                put(target, None, first_row, result.astype(dtypes[index]), layout)
 
-            choose(lax.div(number, jnp.int32(cut.slices)), write)
+            choose(tile, write)
 
         for stage in range(stages):
             fetch(jnp.int32(stage))
-        lax.fori_loop(0, lax.div(jnp.int32(total - 1) - block + cut.blocks, jnp.int32(cut.blocks)), tile, None)
+        items = lax.div(jnp.int32(total - 1) - worker + cut.workers, jnp.int32(cut.workers))
+        lax.fori_loop(0, items, one_tile, None)
 
     smem = plgpu.SMEM
+    joint = {
+        "sums": smem((2, groups, ROWS, columns), jnp.float32),
+        "summed": plgpu.Barrier(num_arrivals=groups, num_barriers=2),
+    }
     return plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((cut.slices, columns, *size), dtype) for *size, dtype in zip(sizes, dtypes)],
+        out_type=[jax.ShapeDtypeStruct((cut.slices, tokens, *size), dtype) for *size, dtype in zip(sizes, dtypes)],
         grid=(cut.blocks,),
         grid_names=("block",),
         num_threads=groups,
         thread_name="group",
         scratch_types={
-            "left": smem((groups * stages, ROWS, DEPTH), jnp.bfloat16, transforms=WIDE),
-            "right": smem((groups * stages, columns, DEPTH), jnp.bfloat16, transforms=WIDE),
-            "sums": smem((2, groups, ROWS, columns), jnp.float32),
+            "left": smem((groups * stages, ROWS, box), kind, transforms=widen.SWIZZLED if narrow else WIDE),
+            "right": smem((groups * stages, columns, box), jnp.bfloat16, transforms=WIDE),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=groups * stages),
-            "summed": plgpu.Barrier(num_arrivals=groups, num_barriers=2),
+            **(joint if cut.shared else {}),
         },
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         interpret=interpret,
-        kernel_name="gemv",
+        kernel_name="gemv_int8" if narrow else "gemv",
     )
 
 
 def on_gpu(
-    x: Float[Array, "M K"], weights: tuple[Float[Array, "_ K"], ...], dtypes: tuple[jnp.dtype, ...]
+    x: Float[Array, "M K"], weights: tuple[Float[Array, "_ K"] | Int8Matrix, ...], dtypes: tuple[jnp.dtype, ...]
 ) -> tuple[Float[Array, "M _"], ...]:
-    """`matmuls`, refusing where there is no Hopper GPU. Gradients are those of ordinary products."""
+    """`matmuls`, refusing where there is no Hopper GPU. Gradients are those of ordinary products; int8 has none."""
     require_hopper("gemv mosaic")
-    return _differentiable(x, weights, dtypes)
+    narrow = [matrix for matrix in weights if isinstance(matrix, Int8Matrix)]
+    if not narrow:
+        return _differentiable(x, weights, dtypes)
+    if len(narrow) < len(weights):
+        raise NotImplementedError("gemv mosaic serves matrices of one kind, got int8 beside others")
+    return matmuls(x, [matrix.codes for matrix in narrow], dtypes, scales=[matrix.scale for matrix in narrow])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -3,16 +3,18 @@
 `python -m k3jax.bench kernels --op kda` asks for `gate()` and `measure()`.
 """
 
+import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from threading import Lock
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas import timing
-from pallas.benchmark import Check, Measurement, Peer, compiled, floor_us, measured_peer
+from pallas.benchmark import Check, Measurement, Peer, compiling, floor_us, measured_peer
 from pallas.dispatch import Implementation
 from pallas.kda import api, peers
 from pallas.kda import gate as gate_module
@@ -24,8 +26,12 @@ __all__ = ["gate", "measure"]
 
 BEYOND_CACHE = 110e6
 """Bytes of state that a chain of calls walks over: twice what the L2 cache holds."""
-TUNING_SECONDS = 12.0
-"""How long the table waits for fla's tuning once our own programs are compiled."""
+TUNING_SECONDS = 15.0
+"""How long the table waits for the tuning of fla's recurrence once our gate's programs are compiled."""
+CHUNK_SECONDS = 45.0
+"""The same for fla's chunked form, which is started behind the lines that it would disturb."""
+COMMITS = 16
+"""Commits of a program."""
 FLA = "fla-core, recurrence and gate alone"
 JLA = "jax-linear-attention, no conv, gate or norm"
 
@@ -118,8 +124,8 @@ def commit_line(heads: int, layers: int, goal: float | None, published: Peer) ->
     length = jnp.full(1, VERIFY_TOKENS, jnp.int32)
 
     def chain(pools: list[Pools], records: list[tuple]) -> list[Pools]:
-        for turn in range(turns):
-            slot = jnp.full(1, turn + 1, jnp.int32)
+        for index in range(COMMITS):
+            slot = jnp.full(1, 1 + index % turns, jnp.int32)
             pools = api.commit_layers(*zip(*records), pools, slot, length)
         return pools
 
@@ -136,7 +142,7 @@ def commit_line(heads: int, layers: int, goal: float | None, published: Peer) ->
         f"commit {VERIFY_TOKENS} tokens, {heads} heads, {where}",
         jax.jit(chain, donate_argnums=0),
         arguments,
-        turns,
+        COMMITS,
         2 * layers * state_bytes(1, heads),
         goal,
         published=published,
@@ -145,7 +151,7 @@ def commit_line(heads: int, layers: int, goal: float | None, published: Peer) ->
 
 
 def prefill_line(heads: int, goal: float, published: Peer) -> Line:
-    """One row, convolution, gates, norm and output gate included. Dispatched one by one: calls in one program overlap.
+    """One row, convolution, gates, norm and output gate included. One call a program: several in one overlap.
 
     Its bytes are q, k, v, z, decay logits and output in bfloat16.
     """
@@ -186,26 +192,37 @@ def lines() -> list[Line]:
     ]
 
 
+class OneByOne(NamedTuple):
+    """A jitted function that is lowered alone: in two threads at a time the peer's refuses one of its calls."""
+
+    run: Any
+    lock: Lock
+
+    def lower(self, *arguments: Any) -> Any:
+        """As `run.lower`."""
+        with self.lock:
+            return self.run.lower(*arguments)
+
+
 def jla_programs(table: list[Line]) -> dict[str, tuple[Any, tuple]]:
     """The peer's prefills to compile beside ours; none where it is not installed."""
-    programs = {}
+    programs, lock = {}, Lock()
     for line in table:
         if line.jla is not None:
             try:
                 run, arguments = peers.jla_prefill(*line.jla, False)
             except ImportError:
                 return {}
-            # Lowered here, one after the other: in two threads at a time it refuses one of its calls.
-            lowered = run.lower(*jax.tree.map(jax.typeof, arguments))
-            programs[f"jla {line.name}"] = types.SimpleNamespace(lower=lambda kept=lowered: kept), ()
+            programs[f"jla {line.name}"] = OneByOne(run, lock), jax.tree.map(jax.typeof, arguments)
     return programs
 
 
-def jla_us(run: Callable | None, heads: int, tokens: int, slow: bool) -> float:
+def jla_us(run: Future[Callable] | None, heads: int, tokens: int, slow: bool) -> float:
     """Time of the peer's compiled prefill."""
     _, (*inputs, state) = peers.jla_prefill(heads, tokens, slow)
     assert run is not None  # importable, so it was compiled with ours
-    return timing.median_call_us(lambda state: run(*inputs, state), state, 1, enqueued=8)
+    ready = run.result()
+    return timing.device_call_us(lambda state: ready(*inputs, state), state, 1)
 
 
 def own_us(line: Line, run: Callable, slow: bool) -> float:
@@ -216,11 +233,11 @@ def own_us(line: Line, run: Callable, slow: bool) -> float:
         after = run(carry, *rest)
         return after.state if isinstance(after, Prefill) else after
 
-    # Waiting for the last call costs about 100 us: enough calls make that 1 % of a sample.
-    return timing.median_call_us(step, carry, line.calls, enqueued=max(4, 16 // line.calls), repeats=5)
+    # By the device's clock: from one program to the next the host takes 50 to 400 us; a model's step is one program.
+    return timing.device_call_us(step, carry, line.calls)
 
 
-def rivals(line: Line, slow: bool, ready: dict[str, Callable], fla: peers.Fla) -> Iterator[Peer]:
+def rivals(line: Line, slow: bool, ready: dict[str, Future[Callable]], fla: peers.Fla) -> Iterator[Peer]:
     """What the line is held against: measured peers first, then the published figure."""
     if line.jla is not None:
         heads, tokens = line.jla
@@ -233,39 +250,62 @@ def rivals(line: Line, slow: bool, ready: dict[str, Callable], fla: peers.Fla) -
 
 
 class Prepared(NamedTuple):
-    """All programs, compiled, and fla's children."""
+    """Programs of the gate, and of the table in its order; the children of fla's recurrence."""
 
-    run: dict[str, Callable]
+    gate: dict[str, Future[Callable]]
+    table: dict[str, Future[Callable]]
     fla: peers.Fla
 
 
 @functools.cache
 def prepared(implementation: Implementation) -> Prepared:
-    """What gate and table run: prepared together and once, since compiling takes far longer than all measuring."""
-    programs = gate_module.programs(implementation)
+    """What gate and table run, taken up once and in this order: compiling takes far longer than all measuring."""
+    gated = gate_module.programs(implementation)
     if jax.default_backend() != "gpu":
-        return Prepared(compiled(programs), peers.Fla([]))
+        return Prepared(compiling(gated), {}, peers.Fla([]))
     table = lines()
-    fla = peers.Fla([(*line.fla, slow) for line in table if line.fla is not None for slow in line.regimes])
+    fla = peers.Fla(fla_calls(short_lines(table)))
     ours = {line.name: (line.program, jax.eval_shape(line.arguments, False)) for line in table}
-    return Prepared(compiled({**programs, **ours, **jla_programs(table)}), fla)
+    started = compiling({**gated, **ours, **jla_programs(table)})
+    return Prepared({name: started.pop(name) for name in gated}, started, fla)
+
+
+def short_lines(table: list[Line]) -> list[Line]:
+    """The lines of few tokens, which come first."""
+    return [line for line in table if line.jla is None]
+
+
+def fla_calls(table: list[Line]) -> list[tuple]:
+    """The calls of fla that the lines are held against."""
+    return [(*line.fla, slow) for line in table if line.fla is not None for slow in line.regimes]
 
 
 def gate(implementation: Implementation = None) -> list[Check]:
     """The correctness checks that must hold before anything is timed."""
-    return gate_module.checks(prepared(implementation).run)
+    return gate_module.checks({name: run.result() for name, run in prepared(implementation).gate.items()})
 
 
 def measure() -> Iterator[Measurement]:
-    """Times every line on the present GPU, one by one."""
-    ready, fla = prepared(None)
-    fla.wait(TUNING_SECONDS)
-    try:
-        for line in lines():
-            for slow in line.regimes:
-                gates = "" if len(line.regimes) == 1 else f", {'slow' if slow else 'random'} gates"
-                time = own_us(line, ready[line.name], slow)
-                against = tuple(rivals(line, slow, ready, fla))
-                yield Measurement(line.name + gates, time, floor_us(line.moved), line.goal, against)
-    finally:
-        fla.close()
+    """Times every line on the present GPU, one by one, each as soon as its program is ready."""
+    _, ready, recurrent = prepared(None)
+    table = lines()
+    short = short_lines(table)
+    with contextlib.closing(recurrent):
+        recurrent.wait(TUNING_SECONDS)
+        for line in short:
+            yield from measured(line, ready, recurrent)
+    long = [line for line in table if line not in short]
+    with contextlib.closing(peers.Fla(fla_calls(long))) as chunked:
+        chunked.wait(CHUNK_SECONDS)
+        for line in long:
+            yield from measured(line, ready, chunked)
+
+
+def measured(line: Line, ready: dict[str, Future[Callable]], fla: peers.Fla) -> Iterator[Measurement]:
+    """The line in each of its gate regimes."""
+    run = ready[line.name].result()
+    for slow in line.regimes:
+        gates = "" if len(line.regimes) == 1 else f", {'slow' if slow else 'random'} gates"
+        time = own_us(line, run, slow)
+        against = tuple(rivals(line, slow, ready, fla))
+        yield Measurement(line.name + gates, time, floor_us(line.moved), line.goal, against)

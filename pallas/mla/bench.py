@@ -6,7 +6,7 @@ expanded keys and values, except where a line says otherwise.
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas import timing
-from pallas.benchmark import BANDWIDTH, FLOPS, THREADS, Check, Measurement, Peer, compiled, measured_peer
+from pallas.benchmark import BANDWIDTH, FLOPS, THREADS, Check, Measurement, Peer, compiling, measured_peer
 from pallas.dispatch import Implementation
 from pallas.mla import api, mosaic, mosaic_prefill, peers, reference
 from pallas.mla.shapes import HEADS, LATENT, OWN, PAGE, PREFILL_TOKENS, RANK, RANK_HEADS, SCALE, SHARED, VALUE
@@ -34,6 +34,11 @@ attend_pages = jax.jit(mosaic.attend_pages, static_argnames=("heads", "rank", "s
 
 def normal(key: int, *shape: int) -> jax.Array:
     """Random bfloat16 values."""
+    return _normal(jnp.uint32(key), shape)
+
+
+@partial(jax.jit, static_argnums=1)
+def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.normal(jax.random.key(key), shape, jnp.float32).astype(jnp.bfloat16)
 
 
@@ -41,9 +46,13 @@ def paged(rows: int, tokens: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
     """(pool, page table) of random latents in shuffled pages; one block of values repeats where there are many."""
     pages = -(-tokens // PAGE)
     own = normal(seed, min(rows * pages, 2048) + 1, PAGE, LATENT)
-    repeat = -(-(rows * pages + 1) // own.shape[0])
     order = np.random.default_rng(seed).permutation(rows * pages).reshape(rows, pages)
-    return jnp.tile(own, (repeat, 1, 1))[: rows * pages + 1], jnp.asarray(1 + order, jnp.int32)
+    return _repeated(own, rows * pages + 1), jnp.asarray(1 + order, jnp.int32)
+
+
+@partial(jax.jit, static_argnums=1)
+def _repeated(pages: jax.Array, count: int) -> jax.Array:
+    return pages[jnp.arange(count) % pages.shape[0]]
 
 
 class Call(NamedTuple):
@@ -106,10 +115,12 @@ def alone_checks(heads: int, lengths: list[int], tokens: int) -> Iterator[Check]
     The projections around them are XLA's, which may sum in another order for another number of rows.
     """
     pool, table = paged(len(lengths), max(lengths))
-    query, length = normal(1, len(lengths), tokens * heads, LATENT), jnp.asarray(lengths, jnp.int32)
+    query = [normal(key, len(lengths), tokens * heads, width) for key, width in enumerate((RANK, SHARED))]
+    length = jnp.asarray(lengths, jnp.int32)
     options = {"heads": heads, "rank": RANK, "scale": SCALE}
-    together = attend_pages(query, pool, table, length - tokens, length, **options)
-    alone = attend_pages(query[:1], pool, table[:1], length[:1] - tokens, length[:1], **options)
+    together = attend_pages(*query, pool, table, length - tokens, length, **options)
+    first = [x[:1] for x in query]
+    alone = attend_pages(*first, pool, table[:1], length[:1] - tokens, length[:1], **options)
     yield Check(f"attention of {heads} heads x {tokens}, a row alone", float(jnp.any(alone[0] != together[0])), 0.0)
 
 
@@ -180,13 +191,12 @@ def decode_line(
     turns = max(1, round(BEYOND_CACHE / moved))
     calls = max(turns, 4 if rows > 8 else 24)
 
-    def chain(start: jax.Array, query: jax.Array, pool: jax.Array, tables: jax.Array, *scales: jax.Array) -> jax.Array:
+    def chain(query: jax.Array, shared: jax.Array, start: jax.Array, pool: jax.Array, tables: Any, *scales: Any) -> Any:
         for index in range(calls):
             options = {"heads": heads, "rank": RANK, "scale": SCALE}
-            mixed = attend_pages(query, pool, tables[index % turns], start, start + tokens, *scales, **options)
-            # The next call depends on this one, so calls cannot overlap; XLA makes a small kernel of this line.
-            start = start + (mixed[:, 0, 0] * 0).astype(jnp.int32)
-        return start
+            # The next call asks with what this one found, so calls cannot overlap, and nothing else runs between them.
+            query = attend_pages(query, shared, pool, tables[index % turns], start, start + tokens, *scales, **options)
+        return query
 
     def arguments() -> tuple:
         pool, table = paged(rows * turns, length)
@@ -195,13 +205,9 @@ def decode_line(
             pool, scale = jax.jit(api.quantize_pages)(pool)
             scales.append(scale)
         tables = table.reshape(turns, rows, -1)
-        return (
-            jnp.full(rows, length - tokens, jnp.int32),
-            normal(1, rows, tokens * heads, LATENT),
-            pool,
-            tables,
-            *scales,
-        )
+        start = jnp.full(rows, length - tokens, jnp.int32)
+        query = (normal(key, rows, tokens * heads, width) for key, width in enumerate((RANK, SHARED)))
+        return *query, start, pool, tables, *scales
 
     work = max(moved / BANDWIDTH, 2.0 * rows * tokens * heads * length * (LATENT + RANK) / FLOPS)
     name = f"decode bs {rows}, {heads} heads x {tokens}, {length} tokens{', 8 bit' if narrow else ''}"
@@ -266,10 +272,8 @@ def lines() -> list[Line]:
     ]
 
 
-def example_us(run: Callable | None, heads: int, tokens: int) -> float:
+def example_us(run: Callable, heads: int, tokens: int) -> float:
     """Time of JAX's example kernel."""
-    if run is None:
-        raise RuntimeError("JAX's example did not compile")
     inputs = [normal(i, 1, tokens, heads, OWN + SHARED).astype(jnp.float16) for i in range(3)]
     return timing.median_call_us(lambda query: run(query, *inputs[1:]), inputs[0], 1, enqueued=2)
 
@@ -278,20 +282,20 @@ BACKENDS = {"prefill": ("CUDNN_ATTENTION", "FLASH_ATTENTION"), "decode": ("FLASH
 """What torch is asked to run; see `peers.prepare`."""
 
 
-def rivals(line: Line, ready: dict[str, Callable], child: PeerProcess) -> Iterator[Peer]:
+def rivals(line: Line, ready: dict[str, Future[Callable]], child: PeerProcess) -> Iterator[Peer]:
     """The peers of a line, measured."""
     if line.rival is None:
         return
     kind, *sizes = line.rival
     if kind == "prefill":
-        run = ready.get(f"example {line.name}")
+        run = ready[f"example {line.name}"].result()
         yield measured_peer("jax attention_mgpu, values padded to 192", partial(example_us, run, *sizes))
     for backend in BACKENDS[kind]:
         yield measured_peer(f"torch {backend}", partial(child.time, (backend, kind, *sizes)))
 
 
 def measure() -> Iterator[Measurement]:
-    """Times every line on the present GPU, one by one, once all programs are compiled."""
+    """Times every line on the present GPU, one by one, each as soon as its program is compiled."""
     table = lines()
     rival = {line.name: line.rival for line in table if line.rival}
     calls = [(name, *sizes) for sizes in rival.values() for name in BACKENDS[sizes[0]]]
@@ -300,10 +304,10 @@ def measure() -> Iterator[Measurement]:
         examples = {
             f"example {name}": peers.jax_example(*sizes) for name, (kind, *sizes) in rival.items() if kind == "prefill"
         }
-        ready = compiled({**programs, **examples})
+        ready = compiling({**programs, **examples})
         for line in table:
+            run = ready[line.name].result()
             carry, *rest = line.arguments()
-            run = ready[line.name]
             # Long enough that the start of a chain and the wait for its end do not count.
             enqueued = max(2, round(CHAIN_US / (line.calls * max(line.floor, 10.0))))
             time = timing.median_call_us(

@@ -30,13 +30,15 @@ def decode(
     mosaic_plan.require_supported(query, pool, rank)
     rows, tokens, heads, _ = query.shape
     absorbed = einsum("bwhk,hkr->bwhr", query[..., :own], key_up)
-    full = jnp.concatenate([absorbed, query[..., own:]], axis=-1).reshape(rows, tokens * heads, -1)
-    mixed = attend_pages(full, pool, page_table, start, length, page_scale, heads=heads, rank=rank, scale=scale)
+    absorbed, query = (x.reshape(rows, tokens * heads, -1) for x in (absorbed, query))
+    options = {"heads": heads, "rank": rank, "scale": scale}
+    mixed = attend_pages(absorbed, query, pool, page_table, start, length, page_scale, **options)
     return einsum("bwhr,hvr->bwhv", mixed.reshape(rows, tokens, heads, rank), value_up)
 
 
 def attend_pages(
-    query: Float[Array, "B Q L"],
+    absorbed: Float[Array, "B Q R"],
+    shared: Float[Array, "B Q C"],
     pool: Float[Array, "pages page L"],
     page_table: Int32[Array, "B P"],
     start: Int32[Array, " B"],
@@ -49,9 +51,13 @@ def attend_pages(
     settings: mosaic_plan.Settings = mosaic_plan.DEFAULT,
     interpret: Any = None,
 ) -> Float[Array, "B Q R"]:
-    """Attention of absorbed queries over the latents themselves; query r is head r % heads of token r // heads."""
+    """Attention of absorbed queries over the latents themselves; query r is head r % heads of token r // heads.
+
+    The last channels of `shared`, as many as the latents have beyond `rank`, meet the key that heads share.
+    """
     parts = mosaic_decode.attend(
-        query,
+        absorbed,
+        shared,
         pool,
         page_table,
         start,
@@ -63,7 +69,7 @@ def attend_pages(
         settings=settings,
         interpret=interpret,
     )
-    return mosaic_join.join(*parts, length, settings, interpret)[:, : query.shape[1]]
+    return mosaic_join.join(*parts, length, shared.shape[1], settings, interpret)
 
 
 def prefill(*args: Array, scale: float) -> Float[Array, "B T H V"]:

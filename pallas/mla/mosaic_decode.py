@@ -5,12 +5,12 @@ tensor-core product and queries on the short one, so that few queries cost littl
 
     S^T [64, N] = K [64, L] Q^T        O^T [R, N] += V^T [R, 64] P^T [64, N]
 
-A block takes one part of one row's tokens for one group of N queries. One warpgroup computes scores and softmax, two
-hold half of the latent channels of O^T each, a fourth fetches tiles. Blocks of one part and different groups are a
-cluster: each reads a share of every tile from memory and sends it to all. Parts depend on the row's own length alone,
-never on its neighbours. A second kernel joins the parts.
+A block takes one part of one row's tokens for one group of N queries, or a few parts one after another where there are
+many rows. One warpgroup computes scores and softmax, two hold half of the latent channels of O^T each, a fourth fetches
+tiles. Parts depend on the row's own length alone, never on its neighbours. A second kernel joins the parts.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -23,13 +23,14 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas.mla import mosaic_plan
 from pallas.mla import mosaic_roles as roles
 from pallas.mla.mosaic_plan import CHUNK, DEFAULT, STAGES, TILE, WIDE, Plan, Settings, part_tiles
-from pallas.mla.mosaic_roles import MEMBER
 
-BUFFERS = ("queries", "tiles", "shares", "shrinks", "tops", "asked", "full", "scored", "free")
+ARGUMENTS = ("absorbed", "shared", "pool", "table", "starts", "lengths", "scales", "mixed", "stats")
+BUFFERS = ("queries", "tiles", "shares", "raised", "shrinks", "tops", "asked", "full", "scored", "free")
 
 
 def attend(
-    query: Float[Array, "B R L"],
+    absorbed: Float[Array, "B Q R"],
+    shared: Float[Array, "B Q C"],
     pool: Float[Array, "pages page L"],
     page_table: Int32[Array, "B P"],
     start: Int32[Array, " B"],
@@ -41,28 +42,31 @@ def attend(
     scale: float,
     settings: Settings = DEFAULT,
     interpret: Any = None,
-) -> tuple[Float32[Array, "B G S C N"], Float32[Array, "B G S 2 N"]]:
-    """Unnormalised O^T, and per query (maximum in base 2, sum), of every part; parts without tokens stay unwritten.
+) -> tuple[Float32[Array, "B G S N R"], Float32[Array, "B G S 2 N"]]:
+    """Unnormalised O, and per query (maximum in base 2, sum), of every part; parts without tokens stay unwritten.
 
-    Query r of row b is head r % heads at position start[b] + r // heads. Latents of 8 bits are multiplied by the scale
-    of their page.
+    Query r of row b is head r % heads at position start[b] + r // heads: `absorbed` meets the latent, the last channels
+    of `shared` the shared key. Latents of 8 bits are multiplied by the scale of their page.
     """
-    rows, queries, _ = query.shape
+    rows, queries, _ = shared.shape
     options = {"heads": heads, "rank": rank, "scale": scale, "interpret": interpret}
-    plan = mosaic_plan.make(query.shape, pool, page_table.shape[1], settings, **options)
-    query = jnp.pad(query, ((0, 0), (0, plan.groups * plan.most - queries), (0, 0)))
+    plan = mosaic_plan.make(shared.shape, pool, page_table.shape[1], settings, **options)
+    missing = plan.groups * plan.most - queries
+    # Copies leave out what lies beyond the queries, if those are a multiple of 8. XLA fills up and joins in one kernel.
+    if missing and (queries % 8 or interpret is not None):
+        full = jnp.concatenate([absorbed, shared[..., plan.own :]], axis=-1)
+        absorbed = shared = jnp.pad(full, ((0, 0), (0, missing), (0, 0)))
+        plan = dataclasses.replace(plan, own=rank)
     scales = jnp.ones(1, jnp.float32) if page_scale is None else page_scale
     results = (rows, plan.groups, plan.parts)
-    cluster = {"cluster": (plan.members,), "cluster_names": (MEMBER,)} if plan.members > 1 else {}
     return plgpu.kernel(
         lambda *refs: _block(plan, *refs),
         out_type=(
-            jax.ShapeDtypeStruct((*results, rank, plan.most), jnp.float32),
+            jax.ShapeDtypeStruct((*results, plan.most, rank), jnp.float32),
             jax.ShapeDtypeStruct((*results, 2, plan.most), jnp.float32),
         ),
-        grid=(plan.parts, plan.groups // plan.members, rows),
+        grid=(-(-plan.parts // plan.turns), plan.groups, rows),
         grid_names=("parts", "groups", "rows"),
-        **cluster,
         num_threads=4,
         thread_name="role",
         scratch_types=_buffers(plan, pool.dtype),
@@ -75,15 +79,12 @@ def attend(
         ),
         interpret=interpret,
         kernel_name="mla_decode",
-    )(query, pool, page_table, start, length, scales)
+    )(absorbed, shared, pool, page_table, start, length, scales)
 
 
 def _buffers(plan: Plan, dtype: Any) -> tuple[Any, ...]:
     """Shared memory and barriers, in the order of BUFFERS, then staging."""
     slots = STAGES * plan.chunks
-    free = plgpu.Barrier(num_barriers=slots)
-    if plan.members > 1:
-        free = plgpu.ClusterBarrier(collective_axes=(MEMBER,), num_barriers=slots)
     staging: tuple[Any, ...] = ()
     if plan.narrow:
         # A bulk copy takes rows of at most 256 values.
@@ -91,48 +92,37 @@ def _buffers(plan: Plan, dtype: Any) -> tuple[Any, ...]:
         pieces = plan.width // piece
         staging = (plgpu.SMEM((pieces, TILE, piece), dtype), plgpu.Barrier(num_arrivals=pieces))
     return (
-        plgpu.SMEM((plan.most, plan.width), jnp.bfloat16, transforms=WIDE),
+        plgpu.SMEM((plan.chunks, plan.most, CHUNK), jnp.bfloat16, transforms=WIDE),
         plgpu.SMEM((STAGES, plan.chunks, TILE, CHUNK), jnp.bfloat16, transforms=WIDE),
         plgpu.SMEM((STAGES, plan.most, TILE), jnp.bfloat16, transforms=WIDE),
+        plgpu.SMEM((STAGES,), jnp.int32),
         plgpu.SMEM((STAGES, plan.most), jnp.float32),
         plgpu.SMEM((plan.most,), jnp.float32),
-        plgpu.Barrier(),
+        plgpu.Barrier(num_arrivals=plan.chunks),
         plgpu.Barrier(num_arrivals=plan.copies, num_barriers=slots),
         plgpu.Barrier(num_barriers=STAGES),
-        free,
+        plgpu.Barrier(num_barriers=slots),
         *staging,
     )
 
 
-def _block(plan: Plan, query: Any, pool: Any, table: Any, starts: Any, lengths: Any, scales: Any, *refs: Any) -> None:
+def _block(plan: Plan, *refs: Any) -> None:
     """The kernel: finds a block's work and hands it to its warpgroups."""
-    mixed, stats, *buffers = refs
-    named = dict(zip(BUFFERS, buffers))
-    memory = roles.Memory(
-        query=query,
-        pool=pool,
-        table=table,
-        starts=starts,
-        lengths=lengths,
-        scales=scales,
-        mixed=mixed,
-        stats=stats,
-        **named,
-        staging=tuple(buffers[len(BUFFERS) :]) or None,
-    )
-    part, row, role = (lax.axis_index(name) for name in ("parts", "rows", "role"))
-    member = lax.axis_index(MEMBER) if plan.members > 1 else 0
-    group = lax.axis_index("groups") * plan.members + member
+    arguments, buffers = refs[: len(ARGUMENTS)], refs[len(ARGUMENTS) :]
+    named = dict(zip((*ARGUMENTS, *BUFFERS), (*arguments, *buffers)))
+    memory = roles.Memory(**named, staging=tuple(buffers[len(BUFFERS) :]) or None)
+    part, group, row, role = (lax.axis_index(name) for name in ("parts", "groups", "rows", "role"))
     # Starts before the kernel in front has finished, and waits for it before anything is read.
     if plan.interpret is None:
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
     pl.when(role == roles.FETCH)(lambda: roles.ask(plan, memory, row, group))
-    length = lengths[row]
+    length = memory.lengths[row]
     step = plan.least if plan.short else part_tiles(length, plan.parts, plan.least)
+    part *= plan.turns
     first = part * step
-    count = jnp.clip((length + TILE - 1) // TILE - first, 0, step)
-    work = roles.Work(row=row, group=group, part=part, length=length, first=first, count=count)
+    count = jnp.clip((length + TILE - 1) // TILE - first, 0, plan.turns * step)
+    work = roles.Work(row=row, group=group, part=part, step=step, length=length, first=first, count=count)
     # Without tokens too.
     pl.when(role == roles.FETCH)(lambda: (roles.fetch_narrow if plan.narrow else roles.fetch)(plan, memory, work))
     pl.when((role == roles.SCORE) & (count > 0))(lambda: roles.score(plan, memory, work))
@@ -140,5 +130,3 @@ def _block(plan: Plan, query: Any, pool: Any, table: Any, starts: Any, lengths: 
     pl.when((role == roles.SCORE) & (count == 0))(lambda: plgpu.barrier_wait(memory.asked))
     mixes = (role == roles.LEFT) | (role == roles.RIGHT)
     pl.when(mixes & (count > 0))(lambda: roles.mix(plan, memory, work, role - roles.LEFT))
-    if plan.members > 1:
-        roles.synchronize_cluster()

@@ -1,4 +1,4 @@
-"""How a decode call is cut: tiles, parts, groups of queries, clusters; all of it known before the kernel runs."""
+"""How a decode call is cut: tiles, parts, groups of queries; all of it known before the kernel runs."""
 
 import dataclasses
 import math
@@ -15,8 +15,6 @@ CHUNK = 64
 STAGES = 2
 MOST_QUERIES, MOST_QUERIES_NARROW = 48, 24
 """Queries of a block: what accumulators and shared memory hold; less beside a tile of 8-bit latents."""
-MEMBERS = 2
-"""Blocks of a cluster: 132 multiprocessors hold 66 clusters of two, but fewer than 32 of four."""
 WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 PRODUCT = plgpu.Layout.WGMMA
 PER_QUERY = plgpu.Layout.WGMMA.reduce(0)
@@ -32,9 +30,11 @@ class Settings:
     blocks: int = 132
     """At most; the multiprocessors of an H200."""
     parts: int = 88
-    """At most: so many blocks draw all the bandwidth there is, and more only start and write sums more often."""
+    """At most: so many blocks draw almost all the bandwidth there is, and more only write sums more often."""
     least: int = 4
     """Tiles of a part at least."""
+    turns: int = 4
+    """Parts that a block takes one after another at most, where there are many rows: they share its start."""
 
 
 DEFAULT = Settings()
@@ -71,6 +71,8 @@ class Plan:
     heads: int
     rank: int
     width: int
+    own: int
+    """Channel of `shared` where the queries of the shared key begin."""
     scale: float
     page: int
     pages: int
@@ -79,8 +81,8 @@ class Plan:
     most: int
     """Queries of a group."""
     parts: int
-    members: int
-    """Blocks of a cluster: groups that share every tile."""
+    turns: int
+    """Parts that a block takes one after another."""
     least: int
     narrow: bool
     interpret: Any
@@ -107,7 +109,7 @@ class Plan:
 
 
 def make(
-    query: tuple[int, ...],
+    shared: tuple[int, ...],
     pool: Any,
     pages: int,
     settings: Settings,
@@ -117,26 +119,25 @@ def make(
     scale: float,
     interpret: Any,
 ) -> Plan:
-    """The plan for queries of shape [B, R, L], a pool [pages, page, L] and page tables of `pages` pages."""
+    """The plan for queries of shape [B, Q, C], a pool [pages, page, L] and page tables of `pages` pages."""
     page, narrow = pool.shape[1], pool.dtype == jnp.float8_e4m3fn
-    limit = most_queries(query[1], pages * page, settings)
-    groups, most = group_queries(query[1], min(limit, MOST_QUERIES_NARROW if narrow else MOST_QUERIES))
+    limit = most_queries(shared[1], pages * page, settings)
+    groups, most = group_queries(shared[1], min(limit, MOST_QUERIES_NARROW if narrow else MOST_QUERIES))
     # No more than the page table can fill: that changes no row's parts.
     parts = max(1, min(settings.blocks // groups, settings.parts, -(-pages * page // (TILE * settings.least))))
-    # Interpretation knows no clusters; 8-bit tiles are widened by every block for itself; short rows end too soon.
-    alone = interpret is not None or narrow or limit < MOST_QUERIES or page % TILE != 0
-    members = 1 if alone or groups % MEMBERS else MEMBERS
+    turns = max(1, min(settings.turns, shared[0] * groups * parts // (4 * settings.blocks)))
     return Plan(
         heads=heads,
         rank=rank,
-        width=query[2],
+        width=pool.shape[2],
+        own=shared[2] - (pool.shape[2] - rank),
         scale=scale,
         page=page,
         pages=pages,
         groups=groups,
         most=most,
         parts=parts,
-        members=members,
+        turns=turns,
         least=settings.least,
         narrow=narrow,
         interpret=interpret,

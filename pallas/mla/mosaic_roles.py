@@ -5,11 +5,13 @@ one that says it is free again, so that scores begin with the first chunk of a t
 as its own product has read it.
 
 Weights are 2^(score - top). A query's top is a whole number that is raised only where a score exceeds it by more than
-`SLACK`, so that most tiles need no maximum at all, which is a reduction across warps. Any top gives the same bits:
-scores are rounded to multiples of 2^-13 first, hence a difference is exact, and tops differ by powers of two.
+`SLACK`, so that most tiles need no maximum, which is a reduction across warps, and find all sums as they shall be. Any
+top gives the same bits: scores are rounded to multiples of 2^-13 first, hence a difference is exact, and tops differ by
+powers of two.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, memref
 
 from pallas.mla.mosaic_plan import CHUNK, LOG2_E, LOWEST, PER_QUERY, PRODUCT, STAGES, TILE, Plan
 from pallas.mla.mosaic_product import product_for
@@ -33,8 +35,6 @@ ROUND = 1.5 * 2**10
 SLACK = 8.0
 """Weights are 2^SLACK at most."""
 SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
-MEMBER = "member"
-"""Axis of the blocks of a cluster."""
 NARROW = plgpu.Layout.TILED(plgpu.Tiling(((16, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 """[16, 64]: eight neighbouring values a thread, which are 8 bytes of 8-bit latents and 16 of bfloat16."""
 
@@ -43,7 +43,8 @@ NARROW = plgpu.Layout.TILED(plgpu.Tiling(((16, 64), (4, 64), (8,))), warp_dims=(
 class Memory:
     """References: arguments, results, then shared memory and barriers."""
 
-    query: Any
+    absorbed: Any
+    shared: Any
     pool: Any
     table: Any
     starts: Any
@@ -52,13 +53,15 @@ class Memory:
     mixed: Any
     stats: Any
     queries: Any
-    """[queries, width] of this block."""
+    """[chunk, query, channel] of this block."""
     tiles: Any
     """[stage, chunk, token, channel]."""
     shares: Any
     """[stage, query, token]: weights of a tile, relative to the largest so far."""
+    raised: Any
+    """[stage]: whether tops are raised for a tile."""
     shrinks: Any
-    """[stage, query]: what the sum so far is multiplied by."""
+    """[stage, query]: what the sum so far is multiplied by if they are."""
     tops: Any
     """[query]: what weights are relative to."""
     asked: Any
@@ -76,20 +79,12 @@ class Work:
     row: jax.Array
     group: jax.Array
     part: jax.Array
+    """The first of its parts."""
+    step: jax.Array | int
+    """Tiles of a part."""
     length: jax.Array
     first: jax.Array
     count: jax.Array
-
-
-def synchronize_cluster() -> None:
-    """Waits for all threads of the cluster: a block must not end while others still send to it."""
-
-    @plgpu.inline_mgpu()
-    def wait(_: Any) -> None:
-        asm = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
-        mgpu.inline_ptx(asm, has_side_effects=True, convergent=True)
-
-    wait()
 
 
 def synchronize_warpgroup(plan: Plan) -> None:
@@ -105,17 +100,30 @@ def synchronize_warpgroup(plan: Plan) -> None:
     wait()
 
 
+def each_part(plan: Plan, work: Work, run: Callable[[jax.Array, jax.Array, jax.Array], None]) -> None:
+    """Calls `run` with each part of a block, and the first and last of its tiles as the block counts them."""
+
+    def turn(index: jax.Array, _: None) -> None:
+        first = index * work.step
+        run(work.part + index, first, jnp.minimum(first + work.step, work.count))
+
+    if plan.turns == 1:
+        run(work.part, jnp.int32(0), work.count)
+    else:
+        lax.fori_loop(0, (work.count + work.step - 1) // work.step, turn, None)
+
+
 def ask(plan: Plan, memory: Memory, row: jax.Array, group: jax.Array) -> None:
     """Starts the copy of the queries, which needs no length: it travels while lengths and page numbers do."""
-    mine = memory.query.at[row, pl.ds(group * plan.most, plan.most)]
-    plgpu.copy_gmem_to_smem(mine, memory.queries, memory.asked)
+    mine = pl.ds(group * plan.most, plan.most)
+    for chunk in range(plan.chunks):
+        source, begin = (memory.absorbed, 0) if chunk < plan.values else (memory.shared, plan.own - plan.rank)
+        columns = pl.ds(begin + chunk * CHUNK, CHUNK)
+        plgpu.copy_gmem_to_smem(source.at[row, mine, columns], memory.queries.at[chunk], memory.asked)
 
 
 def _release(plan: Plan, memory: Memory, slot: jax.Array, chunk: Any) -> None:
-    """Says, to every block of the cluster, that this one has read a chunk."""
-    if plan.members > 1:
-        # One thread arrives for the warpgroup.
-        synchronize_warpgroup(plan)
+    """Says that a chunk has been read."""
     plgpu.barrier_arrive(memory.free.at[slot * plan.chunks + chunk])
 
 
@@ -131,9 +139,8 @@ def _drain(plan: Plan, memory: Memory, work: Work) -> None:
 
 
 def fetch(plan: Plan, memory: Memory, work: Work) -> None:
-    """Fetches tiles, each block of a cluster a share of every chunk for all of them."""
+    """Fetches tiles chunk by chunk, as places fall free."""
     plgpu.set_max_registers(REGISTERS[FETCH], action="decrease")
-    collective = {"collective_axes": MEMBER} if plan.members > 1 else {}
 
     def numbers(tile: jax.Array) -> list[jax.Array]:
         token = (work.first + tile) * TILE
@@ -153,7 +160,7 @@ def fetch(plan: Plan, memory: Memory, work: Work) -> None:
                 there = memory.pool.at[page, pl.ds(inside, min(plan.page, TILE)), columns]
                 here = memory.tiles.at[slot, chunk]
                 here = here if plan.copies == 1 else here.at[pl.ds(copy * plan.page, plan.page)]
-                plgpu.copy_gmem_to_smem(there, here, memory.full.at[index], **collective)
+                plgpu.copy_gmem_to_smem(there, here, memory.full.at[index])
         return following
 
     lax.fori_loop(0, work.count, one, numbers(jnp.int32(0)))
@@ -209,8 +216,7 @@ def _scores(plan: Plan, memory: Memory, slot: jax.Array) -> jax.Array:
     def chunks() -> Any:
         for chunk in range(plan.chunks):
             plgpu.barrier_wait(memory.full.at[slot * plan.chunks + chunk])
-            asked = memory.queries.at[:, pl.ds(chunk * CHUNK, CHUNK)].transpose((1, 0))
-            yield memory.tiles.at[slot, chunk], asked
+            yield memory.tiles.at[slot, chunk], memory.queries.at[chunk].transpose((1, 0))
 
     return product.chain((TILE, plan.most), chunks())
 
@@ -259,9 +265,13 @@ def score(plan: Plan, memory: Memory, work: Work) -> None:
     def load(ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=PER_QUERY, optimized=False)
 
-    def raise_tops(scores: jax.Array, before: jax.Array) -> None:
+    def raise_tops(slot: jax.Array, scores: jax.Array, before: jax.Array, total: jax.Array) -> tuple:
         memory.tops[...] = jnp.maximum(before, jnp.round(scores.max(axis=0) - ROUND))
         synchronize_warpgroup(plan)
+        top = load(memory.tops)
+        shrink = jnp.exp2(before - top)
+        memory.shrinks[slot] = shrink
+        return top, total * spread(shrink)
 
     def one(tile: jax.Array, carry: tuple[jax.Array, jax.Array], masked: bool) -> tuple[jax.Array, jax.Array]:
         before, total = carry
@@ -275,29 +285,45 @@ def score(plan: Plan, memory: Memory, work: Work) -> None:
             last = jnp.minimum(position + (column + work.group * most) // plan.heads, work.length - 1)
             scores = jnp.where((token + begin) <= last, scores, LOWEST)
         exceeds = _any_positive(plan, scores - spread(before + (ROUND + SLACK)))
-        pl.when(exceeds > 0)(lambda: raise_tops(scores, before))
-        top = load(memory.tops)
+        raise_them = lambda: raise_tops(slot, scores, before, total)  # noqa: E731
+        top, total = lax.cond(exceeds > 0, raise_them, lambda: (before, total))
+        memory.raised[slot] = exceeds
         share = jnp.exp2(scores - spread(top + ROUND))
-        shrink = jnp.exp2(before - top)
-        memory.shrinks[slot] = shrink
         narrow = plgpu.layout_cast(share.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
         memory.shares.at[slot].transpose((1, 0))[...] = narrow
         plgpu.commit_smem()
         plgpu.barrier_arrive(memory.scored.at[slot])
-        return top, total * spread(shrink) + share
+        return top, total + share
 
     low = plgpu.layout_cast(jnp.full((most,), LOWEST, jnp.float32), PER_QUERY)
     none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), PRODUCT)
-    memory.tops[...] = low
-    synchronize_warpgroup(plan)
     # Tiles that every query sees whole need no mask.
     seen = jnp.minimum(position + work.group * most // plan.heads, work.length - 1) + 1
-    whole = jnp.clip(seen // TILE - work.first, 0, work.count)
+
+    def of_part(part: jax.Array, first: jax.Array, last: jax.Array) -> None:
+        memory.tops[...] = low
+        synchronize_warpgroup(plan)
+        whole = jnp.clip(seen // TILE - work.first, first, last)
+        carry = lax.fori_loop(first, whole, lambda *args: one(*args, False), (low, none))
+        top, total = lax.fori_loop(whole, last, lambda *args: one(*args, True), carry)
+        memory.stats[work.row, work.group, part, 0] = top
+        memory.stats[work.row, work.group, part, 1] = total.sum(axis=0)
+
     plgpu.barrier_wait(memory.asked)
-    carry = lax.fori_loop(0, whole, lambda *args: one(*args, False), (low, none))
-    top, total = lax.fori_loop(whole, work.count, lambda *args: one(*args, True), carry)
-    memory.stats[work.row, work.group, work.part, 0] = top
-    memory.stats[work.row, work.group, work.part, 1] = total.sum(axis=0)
+    each_part(plan, work, of_part)
+
+
+def _store_turned(plan: Plan, there: Any, values: jax.Array) -> None:
+    """Stores [channel, query] values where channels stand side by side."""
+    if plan.interpret is not None:
+        there[...] = values.T
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PRODUCT))
+    def store(_: Any, there: Any, values: Any) -> None:
+        values.foreach(lambda value, at: memref.store(value, there, [at[1], at[0]]))
+
+    store(there, values)
 
 
 def mix(plan: Plan, memory: Memory, work: Work, side: jax.Array) -> None:
@@ -310,12 +336,21 @@ def mix(plan: Plan, memory: Memory, work: Work, side: jax.Array) -> None:
     def one(tile: jax.Array, carry: jax.Array) -> jax.Array:
         slot = tile % STAGES
         plgpu.barrier_wait(memory.scored.at[slot])
-        shrink = plgpu.load(memory.shrinks.at[slot], layout=PER_QUERY, optimized=False)
-        carry = carry * lax.broadcast_in_dim(shrink, carry.shape, (1,))
+
+        def shrink() -> jax.Array:
+            factor = plgpu.load(memory.shrinks.at[slot], layout=PER_QUERY, optimized=False)
+            return carry * lax.broadcast_in_dim(factor, carry.shape, (1,))
+
+        carry = lax.cond(memory.raised[slot] > 0, shrink, lambda: carry)
         values = [memory.tiles.at[slot, base + block].transpose((1, 0)) for block in range(blocks)]
         done = lambda block: _release(plan, memory, slot, base + block)  # noqa: E731
         return product.blocks(carry, values, memory.shares.at[slot].transpose((1, 0)), done)
 
     none = plgpu.layout_cast(jnp.zeros((blocks * CHUNK, plan.most), jnp.float32), PRODUCT)
     channels = pl.ds(base * CHUNK, blocks * CHUNK)
-    memory.mixed[work.row, work.group, work.part, channels] = lax.fori_loop(0, work.count, one, none)
+
+    def of_part(part: jax.Array, first: jax.Array, last: jax.Array) -> None:
+        there = memory.mixed.at[work.row, work.group, part, :, channels]
+        _store_turned(plan, there, lax.fori_loop(first, last, one, none))
+
+    each_part(plan, work, of_part)

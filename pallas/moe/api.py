@@ -10,12 +10,13 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas import gemv
 from pallas.dispatch import Implementation, select
-from pallas.moe import mosaic, mxfp4, xla
-from pallas.moe.types import Experts, Routing
+from pallas.moe import mosaic, mosaic_route, mxfp4, mxfp8, triton, xla
+from pallas.moe.types import Experts, Front, Routing
+from pallas.precision import einsum
 
 dequantize = mxfp4.dequantize
-require_finite = mxfp4.require_finite
 Known = Array | np.ndarray
 
 
@@ -33,15 +34,43 @@ def route(
 
     Logits and sigmoid in float32. Ties go to the lower expert id.
     """
-    return select(implementation, xla=xla.route)(x, router, correction_bias, k=k, scaling=scaling)
+    logits = einsum("nd,ed->ne", x.astype(jnp.float32), router.astype(jnp.float32))
+    return choose(logits, correction_bias, k=k, scaling=scaling, implementation=implementation)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "scaling"))
+@functools.partial(jax.jit, static_argnames=("k", "scaling", "implementation"))
 def choose(
-    logits: Float32[Array, "N E"], correction_bias: Float32[Array, " E"], *, k: int, scaling: float = 1.0
+    logits: Float32[Array, "N E"],
+    correction_bias: Float32[Array, " E"],
+    *,
+    k: int,
+    scaling: float = 1.0,
+    implementation: Implementation = None,
 ) -> Routing:
     """`route` from the router's logits."""
-    return xla.choose(logits, correction_bias, k=k, scaling=scaling)
+    backends = {"mosaic": mosaic_route.on_gpu, "xla": xla.choose}
+    return select(implementation, **backends)(logits, correction_bias, k=k, scaling=scaling)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "scaling", "implementation"))
+def front(
+    x: Float[Array, "N D"],
+    router: Float[Array, "E D"],
+    correction_bias: Float32[Array, " E"],
+    matrices: tuple[Float[Array, "... D"], ...],
+    *,
+    k: int,
+    scaling: float = 1.0,
+    implementation: Implementation = None,
+) -> Front:
+    """The routing of each token, and the products of `x` with the last axis of each of `matrices`, in the dtype of `x`.
+
+    Meant for a few tokens, which pass all weights in one launch (see `pallas.gemv.project`); logits are float32.
+    """
+    kinds = (jnp.float32, *(x.dtype,) * len(matrices))
+    logits, *products = gemv.project(x, router, *matrices, dtypes=kinds, implementation=implementation)
+    routing = choose(logits, correction_bias, k=k, scaling=scaling, implementation=implementation)
+    return Front(routing, tuple(products))
 
 
 @functools.partial(jax.jit, static_argnames="num_experts")
@@ -70,23 +99,26 @@ def experts(
     beta: float,
     linear_beta: float,
     dtype: DTypeLike | None = None,
+    activations: mxfp8.Activations = None,
     implementation: Implementation = None,
 ) -> Float[Array, "N L"]:
     """Weighted sum of the chosen experts' outputs; the ids of one token are distinct, -1 is a slot without an expert.
 
-    Weights act after w2; product and sum in float32, rounded once to `dtype` (default: that of `x`). Raises
+    Weights act after w2; product and sum in float32, rounded once to `dtype` (default: that of `x`). With
+    `activations="mxfp8"` both products take their inputs in that format, from `mxfp8.FEWEST_TOKENS` tokens on. Raises
     `ValueError` for an expert named twice by a token where ids are known, that is outside of `jax.jit`.
     """
     if not isinstance(ids, Tracer):
         require_distinct(ids)
-    scalars = {"beta": beta, "linear_beta": linear_beta}
-    return _experts(
-        x, ids, weights, experts, dtype=jnp.dtype(dtype or x.dtype), implementation=implementation, **scalars
-    )
+    if x.shape[0] < mxfp8.FEWEST_TOKENS:
+        activations = None
+    options = {"dtype": jnp.dtype(dtype or x.dtype), "activations": activations, "implementation": implementation}
+    return _experts(x, ids, weights, experts, beta=beta, linear_beta=linear_beta, **options)
 
 
-@functools.partial(jax.jit, static_argnames=("beta", "linear_beta", "dtype", "implementation"))
+@functools.partial(jax.jit, static_argnames=("beta", "linear_beta", "dtype", "activations", "implementation"))
 def _experts(
     x: Array, ids: Array, weights: Array, experts: Experts, *, implementation: Implementation, **options: Any
 ) -> Array:
-    return select(implementation, mosaic=mosaic.experts, xla=xla.experts)(x, ids, weights, experts, **options)
+    backends = {"mosaic": mosaic.experts, "triton": triton.experts, "xla": xla.experts}
+    return select(implementation, **backends)(x, ids, weights, experts, **options)

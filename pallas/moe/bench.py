@@ -1,6 +1,7 @@
 """MoE benchmark: device times of the routed experts at Kimi K3's shapes, rotating over the experts of a whole layer."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas import timing
-from pallas.benchmark import BANDWIDTH, FLOPS, Measurement, Peer, compiled, measured_peer
+from pallas.benchmark import BANDWIDTH, FLOPS, Measurement, Peer, compiling, measured_peer
 from pallas.dispatch import Implementation
+from pallas.moe import bench_front, peers
 from pallas.moe import gate as gates
-from pallas.moe import peers
 from pallas.moe.shapes import CHOSEN, EXPERTS, INNER, LATENT, RANK_INNER
 from pallas.moe.types import PackedExperts
 
@@ -38,6 +39,8 @@ LINES = (
     Line(1000, INNER, 2, None, Peer("Marlin, published, 1024 tokens", 9062.0)),
     Line(8192, INNER, 2, 24000.0, Peer("Marlin, published", 44413.0)),
 )
+SHORT = 16
+"""Calls of so few tokens end so soon that programs being traced beside them would hold up the next."""
 PORTABLE = ((1, INNER), (8, INNER))
 """Lines that the portable form is timed for as well."""
 
@@ -71,25 +74,30 @@ def floor_us(line: Line, args: tuple[Any, ...]) -> tuple[float, float]:
 
 
 def measure() -> Iterator[Measurement]:
-    """Times every line on the present GPU, one by one."""
+    """Times every line on the present GPU, long ones as soon as their programs are ready, short ones when all are."""
     layers = {inner: gates.random_experts(EXPERTS, LATENT, inner) for inner in {line.inner for line in LINES}}
     inputs = {line: arguments(line, layers[line.inner]) for line in LINES}
-    programs = {(line, None): (chain(line.calls, None), inputs[line]) for line in LINES}
-    portable = [line for line in LINES if (line.tokens, line.inner) in PORTABLE]
-    programs |= {(line, "xla"): (chain(line.calls, "xla"), inputs[line]) for line in portable}
-    runs = compiled(programs)
+    programs: dict[Any, tuple[Any, tuple]] = {}
+    for line in sorted(LINES, key=lambda line: line.tokens, reverse=True):
+        kinds = (None, "xla") if (line.tokens, line.inner) in PORTABLE else (None,)
+        programs |= {(line, kind): (chain(line.calls, kind), inputs[line]) for kind in kinds}
+    runs = compiling(programs)
+    fronts = bench_front.programs()
 
     def time(line: Line, kind: str | None) -> float:
-        x, *rest = inputs[line]
-        return timing.median_call_us(lambda carry: runs[line, kind](carry, *rest), x, line.calls, repeats=5, enqueued=3)
+        run, (x, *rest) = runs[line, kind].result(), inputs[line]
+        return timing.median_call_us(lambda carry: run(carry, *rest), x, line.calls, repeats=5, enqueued=3)
 
-    for line in LINES:
+    for line in sorted(LINES, key=lambda line: line.tokens, reverse=True):
+        if line.tokens <= SHORT:
+            wait([*runs.values(), *fronts.values()])
         floor, distinct = floor_us(line, inputs[line])
-        others = [line.published]
-        if line in portable:
+        measured, others = time(line, None), [line.published]
+        if (line, "xla") in runs:
             others.append(measured_peer("XLA, same weights", partial(time, line, "xla")))
         width = "" if line.inner == INNER else ", slice of 1/8"
         name = f"{line.tokens} tokens, {distinct:.0f} experts{width}"
-        yield Measurement(name, time(line, None), floor, line.goal, tuple(others))
+        yield Measurement(name, measured, floor, line.goal, tuple(others))
     del layers, inputs, programs, runs
+    yield from bench_front.lines(fronts)
     yield from peers.grouped_lines()

@@ -11,8 +11,9 @@ import numpy as np
 from pallas import timing
 from pallas.benchmark import Check, compiled
 from pallas.dispatch import Implementation
-from pallas.moe import api, mxfp4
-from pallas.moe.mosaic_expand import DEPTH, ROWS, interleave
+from pallas.moe import api, gate_front, mxfp4
+from pallas.moe.mosaic_expand import DEPTH, ROWS
+from pallas.moe.mosaic_pair import COLUMNS, TOKENS, Pairs, split
 from pallas.moe.mosaic_stream import Settings, Work, stream
 from pallas.moe.shapes import BETA, CHOSEN, INNER, LATENT, LINEAR_BETA
 from pallas.moe.types import PackedExperts
@@ -103,14 +104,14 @@ def code_check() -> Check:
     codes = jnp.arange(DEPTH // 2, dtype=jnp.int32)
     packed = (2 * codes % 16 + 16 * ((2 * codes + 1) % 16)).astype(jnp.uint8)
     packed = jnp.broadcast_to(packed, (1, 1, ROWS, DEPTH // 2))
-    blocks = DEPTH // 8
+    blocks = DEPTH // TOKENS
     number = jnp.arange(blocks, dtype=jnp.int32)
-    target = (8 * number[:, None] + jnp.arange(8, dtype=jnp.int32)[None]).astype(jnp.int32)
-    work = Work(jnp.zeros(blocks, jnp.int32), 8 * number, jnp.full(1, blocks, jnp.int32), target)
-    units = interleave(jnp.eye(DEPTH, dtype=jnp.bfloat16))
+    target = TOKENS * number[:, None] + jnp.arange(TOKENS, dtype=jnp.int32)[None]
+    work = Work(jnp.zeros(blocks, jnp.int32), COLUMNS * number, jnp.full(1, blocks, jnp.int32), target)
+    units = split(jnp.eye(DEPTH, dtype=jnp.bfloat16), DEPTH)
+    pairs = Pairs(units.rows, units.unit.reshape(blocks, TOKENS))
     out = jax.ShapeDtypeStruct((DEPTH, ROWS), jnp.float32)
-    cut = Settings(split=1, blocks=4)
-    values = stream(units, packed, scale, work, out, lambda value: value, 8, cut, "moe_codes")
+    values = stream(pairs, packed, scale, work, out, lambda value: value, Settings(split=1, blocks=4), "moe_codes")
     expected = mxfp4.dequantize(packed[0, 0], scale[0, 0]).T
     return Check("every code and scale, differing values", float(jnp.sum(values != expected)), 0.0)
 
@@ -118,7 +119,7 @@ def code_check() -> Check:
 def gate(implementation: Implementation = None) -> list[Check]:
     """Every check; narrow layers where there is no GPU."""
     if jax.default_backend() != "gpu":
-        return list(layer_checks(implementation, 256, 256, (1, 40)))
-    full = layer_checks(implementation, LATENT, INNER, (1, 8, 16, 17, 100))
-    checks = [*full, *layer_checks(implementation, 512, 384, (1, 9))]
+        return [*gate_front.checks(implementation, gpu=False), *layer_checks(implementation, 256, 256, (1, 40))]
+    full = layer_checks(implementation, LATENT, INNER, (1, 4, 8, 17, 100, 150))
+    checks = [*gate_front.checks(implementation, gpu=True), *full, *layer_checks(implementation, 512, 384, (1, 9))]
     return checks if implementation == "xla" else [*checks, code_check()]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from pallas.activation import situ
 from pallas.moe.types import DenseExperts
@@ -62,7 +62,7 @@ def plan(ids: Int32[Array, "N k"], num_experts: int, block: int) -> Plan:
 
 
 @jax.custom_vjp
-def dispatch(x: Float[Array, "N L"], plan: Plan) -> Float[Array, "rows L"]:
+def dispatch(x: Shaped[Array, "N L"], plan: Plan) -> Shaped[Array, "rows L"]:
     """The input of every row; zeros in padding rows."""
     k = plan.row.shape[1]
     return jnp.where(plan.filled[:, None], x[plan.pair // k], jnp.zeros((), x.dtype))

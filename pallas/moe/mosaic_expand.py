@@ -111,7 +111,7 @@ def _expand_group(words: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
     return list(large.results)
 
 
-def _load_words(pointer: ir.Value, offset: ir.Value) -> list[ir.Value]:
+def load_words(pointer: ir.Value, offset: ir.Value) -> list[ir.Value]:
     """The four words of a scale group."""
     i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
     address = mgpu.utils.getelementptr(pointer, [offset], i8)
@@ -135,13 +135,13 @@ def expand(packed: Any, scale: jax.Array, blocks: int, block: int) -> jax.Array:
         warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
         pointer = mgpu.utils.memref_ptr(source)
         row_bytes = blocks * DEPTH // 2
-        offset = arith.addi(arith.muli(warp, _i32(16 * row_bytes)), _chunk(lane, blocks, block))
+        offset = arith.addi(arith.muli(warp, _i32(16 * row_bytes)), chunk(lane, blocks, block))
         layout, pair = mgpu.WGMMA_LAYOUT, ir.VectorType.get((2,), ir.BF16Type.get())
         registers = np.empty(layout.registers_shape((ROWS, DEPTH)), dtype=object)
         flat = registers.reshape(DEPTH // 8, 2)
         for half, row_scale in enumerate(scale.registers.flat):
             byte = vector.extract(row_scale, dynamic_position=[], static_position=[block])
-            words = _load_words(pointer, arith.addi(offset, _i32(half * 8 * row_bytes)))
+            words = load_words(pointer, arith.addi(offset, _i32(half * 8 * row_bytes)))
             for index, value in enumerate(_expand_group(words, byte)):
                 flat[index, half] = vector.bitcast(pair, vector.broadcast(ir.VectorType.get((1,), value.type), value))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
@@ -149,7 +149,7 @@ def expand(packed: Any, scale: jax.Array, blocks: int, block: int) -> jax.Array:
     return run(packed, scale)
 
 
-def _chunk(lane: ir.Value, blocks: int, block: int) -> ir.Value:
+def chunk(lane: ir.Value, blocks: int, block: int) -> ir.Value:
     """Byte of row g = lane / 4 of a warp's rows where the group of thread t = lane % 4 begins."""
     if blocks == 1:
         return arith.muli(lane, _i32(16))

@@ -29,11 +29,13 @@ from pallas.moe.mosaic_expand import (
     place,
     scale_layout,
 )
-from pallas.moe.mosaic_stream import GROUPS_OF_SCALES, PACKED_DEPTH, WIDE, situ
+from pallas.moe.mosaic_stream import GROUPS_OF_SCALES, PACKED_DEPTH, situ
 from pallas.moe.types import PackedExperts
 from pallas.moe.xla import combine
 from pallas.transposed_store import emulated_store, store
 
+WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+"""How activations lie in shared memory: lines of 128 bytes."""
 CONSUMERS = 2
 SHARED_MEMORY = 225_000
 """Bytes for buffers; barriers and alignment take the rest."""

@@ -1,37 +1,45 @@
 """A streaming product of a few rows with many experts' packed weights: the decode kernels of the MoE.
 
 Every warpgroup owns a ring of buffers and walks over its share of the work, (block, tile of 64 weight rows, depth);
-bulk copies of later stages are under way while it expands the codes of the present one. Weights are the left operand
-of the tensor-core products, so one to sixteen tokens cost the same. With `split` > 1 the warpgroups of a thread block
-share one tile, each a part of its depth, and add their sums through shared memory.
+bulk copies of later stages are under way while it turns the codes of the present one into operands. Weights are the
+left operand of the tensor-core products, so one to four tokens cost the same. With `split` > 1 the warpgroups of a
+thread block share one tile, each a part of its depth: they leave their sums in shared memory and go on, and one of them
+in turn adds them up and stores the result.
 """
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int32, UInt8
 
-from pallas.moe.mosaic_expand import (
-    DEPTH,
-    ROWS,
-    SWIZZLED,
-    blocks_of_box,
-    emulated_expand,
-    expand,
-    interleave,
-    place,
+from pallas.moe.mosaic_expand import DEPTH, ROWS, SWIZZLED, blocks_of_box
+from pallas.moe.mosaic_pair import (
+    COLUMNS,
+    E4M3,
+    ENDS,
+    TOKENS,
+    WIDE,
+    Pairs,
+    accumulate,
+    emulated_accumulate,
+    emulated_fold,
+    emulated_store_pairs,
+    fold,
     scale_layout,
+    store_pairs,
+    unit_layout,
 )
+from pallas.moe.mosaic_quantize import emulated_quantize, quantize
+from pallas.moe.mxfp4 import GROUP
 from pallas.transposed_store import emulated_store, store
 
-WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 PACKED_DEPTH = DEPTH // 2
 GROUPS_OF_SCALES = DEPTH // 32
@@ -61,8 +69,8 @@ class Work(NamedTuple):
     """First of the block's N rows of activations."""
     used: Int32[Array, "1"]
     """Number of leading blocks that are real."""
-    target: Int32[Array, "U N"] | None
-    """Row of the output of each row of a block, negative for none; None puts row n of block u at u * N + n."""
+    target: Int32[Array, "U 4"] | None
+    """Row of the output of each token of a block, negative for none; None makes the output pairs."""
 
 
 class Cut(NamedTuple):
@@ -74,8 +82,8 @@ class Cut(NamedTuple):
     """Buffers that the depth of a tile fills."""
     box: int
     """Blocks of 128 inputs in a box."""
-    columns: int
     resident: bool
+    """Whether the activations, the same for all blocks, stay in shared memory."""
     settings: Settings
 
 
@@ -85,30 +93,32 @@ def situ(gate: jax.Array, up: jax.Array, beta: float, linear_beta: float) -> jax
 
 
 def stream(
-    rows: BFloat16[Array, "R K"],
-    weights: UInt8[Array, "E P M K//2"],
-    scale: UInt8[Array, "E P M K//32"],
+    activations: Pairs | BFloat16[Array, "N K"],
+    weights: UInt8[Array, "E P M bytes"],
+    scale: UInt8[Array, "E P M groups"],
     work: Work,
-    out: jax.ShapeDtypeStruct,
+    out: Any,
     finish: Callable[..., jax.Array],
-    columns: int,
     settings: Settings,
     name: str,
     interpret: Any = None,
-) -> jax.Array:
-    """Rows of `out`, [*, M], from `finish(plane 0, plane 1, ...)` of the products with the planes of the weights.
+) -> Any:
+    """`finish(plane 0, plane 1, ...)` of the products of each block's tokens with the planes of its expert's weights.
 
-    `rows` holds the activations interleaved. With exactly N = 8 rows all blocks share them.
-    Without targets the output is interleaved as well.
+    `activations` are those of up to four tokens that all blocks share, or the pairs of every block. `out` has the shape
+    of the result: [*, M] float32, or without targets `Pairs` of every block with units of scale groups.
     """
-    planes, tiles, depth = weights.shape[1], weights.shape[2] // ROWS, rows.shape[1]
+    resident = not isinstance(activations, Pairs)
+    inputs = (activations,) if resident else activations
+    planes, tiles, depth = weights.shape[1], weights.shape[2] // ROWS, inputs[0].shape[1]
     box = blocks_of_box(depth)
     buffers = depth // (DEPTH * box * settings.chunks)
-    cut = Cut(planes, tiles, buffers, box, columns, rows.shape[0] == columns <= 8, settings)
-    body = _body(cut, work.target is not None, out.dtype, finish, interpret is not None)
+    cut = Cut(planes, tiles, buffers, box, resident, settings)
+    by_group = not resident and inputs[1].ndim == 3
+    body = _body(cut, work.target is not None, by_group, finish, interpret is not None)
     smem, groups, stages, chunks = plgpu.SMEM, settings.groups, settings.stages, settings.chunks
     width = DEPTH * box * chunks
-    shared = (buffers, columns, width) if cut.resident else (groups * stages, columns, width)
+    shared = (buffers, COLUMNS, width) if cut.resident else (groups * stages, COLUMNS, width)
     layout_of_box = {"transforms": SWIZZLED} if box == 2 else {}
     kernel = plgpu.kernel(
         body,
@@ -119,12 +129,14 @@ def stream(
         thread_name="group",
         scratch_types={
             "packed": smem((groups * stages, chunks, planes, ROWS, box * PACKED_DEPTH), jnp.uint8, **layout_of_box),
-            "rows": smem(shared, jnp.bfloat16, transforms=WIDE),
-            "sums": smem((groups, planes, ROWS, columns), jnp.float32),
+            "rows": smem(shared, E4M3, transforms=WIDE),
+            "unit": smem((TOKENS,), jnp.float32),
+            "largest": smem((groups, 4, TOKENS), jnp.int32),
+            "sums": smem((2, groups, planes, ROWS, TOKENS), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=chunks * planes + (not cut.resident), num_barriers=groups * stages),
-            "shared": plgpu.Barrier(num_arrivals=buffers),
-            "summed": plgpu.Barrier(num_arrivals=groups),
-            "drained": plgpu.Barrier(num_arrivals=groups),
+            "shared": plgpu.Barrier(num_arrivals=groups),
+            "summed": plgpu.Barrier(num_arrivals=groups, num_barriers=groups),
+            "drained": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         },
         compiler_params=PARAMS,
         interpret=interpret,
@@ -132,8 +144,7 @@ def stream(
     )
     tables = work.expert, work.first_row, work.used, *(() if work.target is None else (work.target,))
     # The copy engine counts five dimensions, two of which the swizzle takes.
-    result = kernel(rows, weights.reshape(-1, *weights.shape[2:]), scale, *tables)
-    return interleave(result) if interpret is not None and work.target is None else result
+    return kernel(*inputs, weights.reshape(-1, *weights.shape[2:]), scale, *tables)
 
 
 class _Place(NamedTuple):
@@ -145,21 +156,42 @@ class _Place(NamedTuple):
     depth: jax.Array
 
 
+def _nothing() -> None:
+    """In interpretation a warpgroup is one thread."""
+
+
+def _warpgroup_barrier() -> None:
+    """Waits for the warpgroup's warps; unlike `commit_smem` not for their loads from memory as well."""
+
+    @plgpu.inline_mgpu()
+    def run(_: Any) -> None:
+        mgpu.utils.warpgroup_barrier()
+
+    run()
+
+
 def _body(
-    cut: Cut, targeted: bool, dtype: Any, finish: Callable[..., jax.Array], emulated: bool
+    cut: Cut, targeted: bool, by_group: bool, finish: Callable[..., jax.Array], emulated: bool
 ) -> Callable[..., None]:
     settings = cut.settings
-    chunks, stages, columns = settings.chunks, settings.stages, cut.columns
-    share, width, groups_of_scales = ROWS // settings.split, chunks * cut.box * DEPTH, GROUPS_OF_SCALES * cut.box
-    layout = plgpu.Layout.WG_STRIDED((share, columns), vec_size=1)
-    turn = emulated_expand if emulated else expand
+    chunks, stages, groups = settings.chunks, settings.stages, settings.groups
+    width, groups_of_scales = chunks * cut.box * DEPTH, GROUPS_OF_SCALES * cut.box
+    shared = settings.split > 1
+    add = emulated_accumulate if emulated else accumulate
+    combine = emulated_fold if emulated else fold
     put = emulated_store if emulated else store
+    put_pairs = emulated_store_pairs if emulated else store_pairs
+    settle = _nothing if emulated else _warpgroup_barrier
 
-    def body(rows_in: Any, weights: Any, scale: Any, expert: Any, first_row: Any, used: Any, *rest: Any, **smem: Any):
-        target, out = (rest[0], rest[1]) if targeted else (None, rest[0])
+    def body(*refs: Any, **smem: Any) -> None:
+        rows_in, *refs = refs
+        unit, *refs = (smem["unit"], *refs) if cut.resident else refs
+        weights, scale, expert, first_row, used, *rest = refs
+        target = rest.pop(0) if targeted else None
+        outputs = rest
         group, block = lax.axis_index("group"), lax.axis_index("block")
         total = used[0] * cut.tiles
-        if settings.split > 1:
+        if shared:
             part, start, stride = group, block, settings.blocks
         else:
             part, start, stride = 0, block * settings.groups + group, settings.blocks * settings.groups
@@ -191,7 +223,7 @@ def _body(
                         plgpu.copy_gmem_to_smem(source, smem["packed"].at[slot, chunk, plane], ready)
                 if not cut.resident:
                     inputs = pl.ds(at.depth * width, width)
-                    source = rows_in.at[pl.ds(first_row[at.block], columns), inputs]
+                    source = rows_in.at[pl.ds(first_row[at.block], COLUMNS), inputs]
                     plgpu.copy_gmem_to_smem(source, smem["rows"].at[slot], ready)
 
         def scales(stage: jax.Array) -> tuple[jax.Array, ...]:
@@ -202,122 +234,98 @@ def _body(
                 inputs = pl.ds((at.depth * chunks + chunk) * groups_of_scales, groups_of_scales)
                 for plane in range(cut.planes):
                     source = scale.at[chosen, plane, pl.ds(at.tile * ROWS, ROWS), inputs]
-                    loaded.append(plgpu.load(source, layout=scale_layout(cut.box), optimized=False).astype(jnp.int32))
+                    loaded.append(plgpu.load(source, layout=scale_layout(cut.box), optimized=False))
             return tuple(loaded)
 
-        def operands(stage: jax.Array, loaded: tuple[jax.Array, ...]) -> Any:
-            """(plane, weights in registers, activations) of a stage that has arrived."""
-            slot = group * stages + lax.rem(stage, jnp.int32(stages))
-            depth = locate(stage).depth
-            right = smem["rows"].at[depth if cut.resident else slot]
-            for chunk in range(chunks):
-                for plane in range(cut.planes):
-                    for block in range(cut.box):
-                        source, scale = smem["packed"].at[slot, chunk, plane], loaded[chunk * cut.planes + plane]
-                        inputs = pl.ds((chunk * cut.box + block) * DEPTH, DEPTH)
-                        yield plane, turn(source, scale, cut.box, block), right.at[:, inputs]
+        def units(stage: jax.Array) -> tuple[jax.Array | None, ...]:
+            if not by_group:
+                return (None,) * chunks
+            at, layout = locate(stage), unit_layout(cut.box)
+            first = at.depth * chunks * groups_of_scales
+            there = (pl.ds(first + chunk * groups_of_scales, groups_of_scales) for chunk in range(chunks))
+            return tuple(plgpu.load(unit.at[at.block, :, x], layout=layout, optimized=False) for x in there)
 
         def wait(stage: jax.Array) -> None:
             plgpu.barrier_wait(smem["full"].at[group * stages + lax.rem(stage, jnp.int32(stages))])
 
-        def tile_sums(item: jax.Array, first: tuple[jax.Array, ...]) -> tuple:
-            """(sums of each plane, scales of the next stage)."""
+        def tile_sums(item: jax.Array, first: tuple) -> tuple:
+            """(sums of each plane, scales and units of the next stage)."""
 
-            def scope(*sums: Any) -> tuple:
-                def one(stage: jax.Array, loaded: tuple) -> tuple:
-                    following = scales(stage + 1)
-                    wait(stage)
-                    for plane, left, right in operands(stage, loaded):
-                        plgpu.wgmma(sums[plane], left, right.transpose((1, 0)))
-                        plgpu.wgmma_wait(1)  # more operands at a time do not fit in registers
-                    plgpu.wgmma_wait(0)
-                    plgpu.commit_smem()
-                    fetch(stage + stages)
-                    return following
-
-                following = lax.fori_loop(first_stage(item), first_stage(item + 1), one, first)
-                return tuple(x[...] for x in sums), following
-
-            return pl.run_scoped(scope, *(plgpu.ACC((ROWS, columns), jnp.float32),) * cut.planes)
-
-        def emulated_sums(item: jax.Array, first: tuple[jax.Array, ...]) -> tuple:
             def one(stage: jax.Array, carry: tuple) -> tuple:
-                sums, loaded = list(carry[0]), carry[1]
-                following = scales(stage + 1)
+                sums, (loaded, ones) = list(carry[0]), carry[1]
+                following = scales(stage + 1), units(stage + 1)
                 wait(stage)
-                for plane, left, right in operands(stage, loaded):
-                    sums[plane] += jnp.dot(left, right[...].T, preferred_element_type=jnp.float32)
+                slot = group * stages + lax.rem(stage, jnp.int32(stages))
+                right = smem["rows"].at[locate(stage).depth if cut.resident else slot]
+                for chunk in range(chunks):
+                    for plane in range(cut.planes):
+                        left, mine = smem["packed"].at[slot, chunk, plane], loaded[chunk * cut.planes + plane]
+                        sums[plane] = add(sums[plane], left, mine, right, ones[chunk], cut.box, chunk * cut.box)
+                settle()  # every warp has read the buffer
                 fetch(stage + stages)
                 return tuple(sums), following
 
-            zeros = (jnp.zeros((ROWS, columns), jnp.float32),) * cut.planes
-            return lax.fori_loop(first_stage(item), first_stage(item + 1), one, (zeros, first))
+            zero = jnp.zeros((ROWS, COLUMNS), jnp.float32)
+            zero = zero if emulated else plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
+            return lax.fori_loop(first_stage(item), first_stage(item + 1), one, ((zero,) * cut.planes, first))
 
-        offset = part * share if settings.split > 1 else 0
-        members = range(settings.groups) if settings.split > 1 else (group,)
+        def total_of(buffer: jax.Array, plane: int) -> jax.Array:
+            parts = (smem["sums"].at[buffer, member, plane] for member in (range(groups) if shared else (group,)))
+            loads = [plgpu.load(part, layout=ENDS, optimized=False) for part in parts]
+            return sum(loads[1:], loads[0])
 
-        def totals() -> list[jax.Array]:
-            """This warpgroup's share of the sums of each plane."""
-            values = []
-            for plane in range(cut.planes):
-                loads = [
-                    plgpu.load(smem["sums"].at[member, plane, pl.ds(offset, share)], layout=layout)
-                    for member in members
-                ]
-                values.append(sum(loads[1:], loads[0]))
-            return values
-
-        def emit(item: jax.Array, values: list[jax.Array]) -> None:
-            number = start + item * stride
+        def emit(number: jax.Array, value: jax.Array) -> None:
             tile, block = lax.rem(number, jnp.int32(cut.tiles)), lax.div(number, jnp.int32(cut.tiles))
-            value = finish(*values).astype(dtype)
+            columns = pl.ds(tile * ROWS, ROWS)
             if targeted:
-                there = out.at[:, pl.ds(tile * ROWS, ROWS)]
-                put(there, target.at[block], offset, value, layout)
+                put(outputs[0].at[:, columns], target.at[block], 0, value, ENDS)
             else:
-                box = blocks_of_box(cut.tiles * ROWS)
-                in_box = box * DEPTH // ROWS
-                columns_out = pl.ds(lax.div(tile, jnp.int32(in_box)) * box * DEPTH, box * DEPTH)
-                there = out.at[pl.ds(block * columns, columns), columns_out]
-                moved = partial(place, blocks=box)
-                put(there, None, offset + lax.rem(tile, jnp.int32(in_box)) * ROWS, value, layout, moved)
+                rows, ones = outputs
+                of_tile = pl.ds(tile * (ROWS // GROUP), ROWS // GROUP)
+                put_pairs(rows.at[pl.ds(block * COLUMNS, COLUMNS), columns], ones.at[block, :, of_tile], value)
 
-        def tile(item: jax.Array, loaded: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            sums, following = (emulated_sums if emulated else tile_sums)(item, loaded)
-            shared = settings.split > 1
+        def tile(item: jax.Array, loaded: tuple) -> tuple:
+            sums, following = tile_sums(item, loaded)
+            number, buffer = start + item * stride, lax.rem(item, jnp.int32(2))
+            block = lax.div(number, jnp.int32(cut.tiles))
+            ones = None if by_group else unit if cut.resident else unit.at[block]
             if shared:
-                pl.when(item > 0)(lambda: plgpu.barrier_wait(smem["drained"]))
+                pl.when(item > 1)(lambda: plgpu.barrier_wait(smem["drained"].at[buffer]))
             for plane, value in enumerate(sums):
-                smem["sums"][group, plane] = value
-            if shared:
-                plgpu.barrier_arrive(smem["summed"])
-                plgpu.barrier_wait(smem["summed"])
-            else:
-                plgpu.commit_smem()
-            values = totals()
-            if shared:
-                plgpu.barrier_arrive(smem["drained"])
-            else:
-                plgpu.commit_smem()
-            emit(item, values)
+                combine(smem["sums"].at[buffer, group, plane], value, ones)
+            if not shared:
+                settle()
+                emit(number, finish(*(total_of(buffer, plane) for plane in range(cut.planes))))
+                return following
+            turn = lax.rem(item, jnp.int32(groups))
+            plgpu.barrier_arrive(smem["summed"].at[turn])
+
+            @pl.when(group == turn)
+            def _end() -> None:
+                plgpu.barrier_wait(smem["summed"].at[turn])
+                totals = [total_of(buffer, plane) for plane in range(cut.planes)]
+                plgpu.barrier_arrive(smem["drained"].at[buffer])
+                emit(number, finish(*totals))
+
             return following
-
-        if cut.resident:
-
-            @pl.when(group == 0)
-            def _share() -> None:
-                for index in range(smem["rows"].shape[0]):
-                    source = rows_in.at[:, pl.ds(index * width, width)]
-                    plgpu.copy_gmem_to_smem(source, smem["rows"].at[index], smem["shared"])
 
         for stage in range(stages):
             fetch(jnp.int32(stage))
+        if cut.resident:
+            fill = emulated_quantize if emulated else quantize
+            fill(rows_in, smem["rows"], smem["unit"], smem["largest"], groups)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(smem["shared"])
         first = scales(jnp.int32(0))
         if cut.resident:
             plgpu.barrier_wait(smem["shared"])
         items = lax.div(jnp.maximum(total - start + stride - 1, 0), jnp.int32(stride))
-        lax.fori_loop(0, items, tile, first)
-        if settings.split > 1:
-            pl.when(items > 0)(lambda: plgpu.barrier_wait(smem["drained"]))
+        lax.fori_loop(0, items, tile, (first, units(jnp.int32(0))))
+        if shared:
+            for last in range(2):
+
+                @pl.when(items > last)
+                def _leave(last: int = last) -> None:
+                    plgpu.barrier_wait(smem["drained"].at[lax.rem(items - 1 - last, jnp.int32(2))])
 
     return body

@@ -5,7 +5,6 @@ backends; here the bits of each float are put together directly. The lower nibbl
 """
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8, UInt32
@@ -45,7 +44,7 @@ def dequantize(
 ) -> Float[Array, "*rows 2*half"]:
     """Exact values as bfloat16 or float32; `half` is 16 times `groups`.
 
-    Scales above `MAX_SCALE` can overflow, 255 means NaN: see `require_finite`.
+    Scales above `MAX_SCALE` can overflow, 255 means NaN; a checkpoint with one is refused while it is read.
     """
     grouped = codes(packed).reshape(*scale.shape, GROUP).astype(jnp.uint32)
     bits = _float32_bits(grouped, scale[..., None].astype(jnp.uint32))
@@ -56,11 +55,3 @@ def dequantize(
     else:
         raise ValueError(f"MXFP4 cannot be decoded exactly as {dtype}, expected bfloat16 or float32")
     return values.reshape(*packed.shape[:-1], -1)
-
-
-def require_finite(scale: UInt8[Array, "..."], name: str) -> None:
-    """Raises `ValueError` for scales with which not every code is a finite float32; `name` says whose they are."""
-    largest = int(np.max(np.asarray(jnp.max(scale))))
-    if largest > MAX_SCALE:
-        meaning = "NaN" if largest == 255 else f"2^{largest - 127}, with which some codes overflow"
-        raise ValueError(f"{name}: scale byte {largest} means {meaning}; expected at most {MAX_SCALE}")

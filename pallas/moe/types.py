@@ -32,3 +32,10 @@ class Routing(NamedTuple):
 
     ids: Int32[Array, "N k"]
     weights: Float[Array, "N k"]
+
+
+class Front(NamedTuple):
+    """What a MoE layer makes of its input before the experts run."""
+
+    routing: Routing
+    products: tuple[Float[Array, "N ..."], ...]

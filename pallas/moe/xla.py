@@ -5,6 +5,7 @@ many tokens are sorted by expert into blocks of rows that share one expert, and 
 dense product. Blocks of unused capacity are skipped.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas.activation import situ
 from pallas.moe import grouped
 from pallas.moe.mxfp4 import dequantize
+from pallas.moe.mxfp8 import Activations, rounded
 from pallas.moe.types import DenseExperts, Experts, Routing
 from pallas.precision import einsum
 
@@ -27,27 +29,17 @@ FEW_TOKENS = 8
 """Up to this many tokens the best experts are found by counting."""
 
 
-def route(
-    x: Float[Array, "N D"],
-    router: Float[Array, "E D"],
-    correction_bias: Float[Array, " E"],
-    *,
-    k: int,
-    scaling: float,
-) -> Routing:
-    """See `pallas.moe.route`."""
-    logits = einsum("nd,ed->ne", x.astype(jnp.float32), router.astype(jnp.float32))
-    return choose(logits, correction_bias, k=k, scaling=scaling)
-
-
 def choose(logits: Float32[Array, "N E"], correction_bias: Float32[Array, " E"], *, k: int, scaling: float) -> Routing:
     """See `pallas.moe.choose`."""
-    scores = jax.nn.sigmoid(logits)
-    biased = scores + correction_bias[None]
+    biased = jax.nn.sigmoid(logits) + correction_bias[None]
     ids = _top_few(biased, k) if logits.shape[0] <= FEW_TOKENS else jax.lax.top_k(biased, k)[1]
-    chosen = jnp.take_along_axis(scores, ids, axis=-1)
-    weights = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20) * scaling
-    return Routing(ids, weights)
+    return Routing(ids, weights_of(logits, ids, scaling))
+
+
+def weights_of(logits: Float32[Array, "N E"], ids: Int32[Array, "N k"], scaling: float) -> Float32[Array, "N k"]:
+    """The chosen experts' scores over their sum, times `scaling`."""
+    chosen = jnp.take_along_axis(jax.nn.sigmoid(logits), ids, axis=-1)
+    return chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20) * scaling
 
 
 def _top_few(values: Float32[Array, "N E"], k: int) -> Int32[Array, "N k"]:
@@ -76,12 +68,20 @@ def _take(experts: Experts, index: Int32[Array, "*blocks"], dtype: jnp.dtype) ->
     )
 
 
+Keep = Callable[[Array], Array]
+"""What is left of the inputs of a product."""
+
+
+def _all_of_it(x: Array) -> Array:
+    return x
+
+
 def _expert_mlp(
-    x: Float[Array, "*blocks M L"], weights: DenseExperts, beta: float, linear_beta: float
+    x: Float[Array, "*blocks M L"], weights: DenseExperts, beta: float, linear_beta: float, keep: Keep
 ) -> Float[Array, "*blocks M L"]:
     hidden = einsum("...ml,...ifl->...imf", x, weights.gate_up)
     activation = situ(hidden[..., 0, :, :], hidden[..., 1, :, :], beta=beta, linear_beta=linear_beta)
-    return einsum("...mf,...lf->...ml", activation, weights.down)
+    return einsum("...mf,...lf->...ml", keep(activation), weights.down)
 
 
 class _Blocks(NamedTuple):
@@ -108,7 +108,7 @@ def _blocks(pair_expert: Int32[Array, " pairs"], num_experts: int, block: int) -
 
 
 def _by_block(
-    x: Float[Array, "N L"], ids: Int32[Array, "N k"], experts: Experts, beta: float, linear_beta: float
+    x: Float[Array, "N L"], ids: Int32[Array, "N k"], experts: Experts, beta: float, linear_beta: float, keep: Keep
 ) -> Float[Array, "N k L"]:
     tokens, k = ids.shape
     blocks = _blocks(ids.reshape(-1), experts[0].shape[0], BLOCK)  # slots without an expert come last, unused
@@ -120,7 +120,7 @@ def _by_block(
         index, expert, block_rows = item
 
         def compute() -> Array:
-            return _expert_mlp(block_rows, _take(experts, expert, x.dtype), beta, linear_beta)
+            return _expert_mlp(block_rows, _take(experts, expert, x.dtype), beta, linear_beta, keep)
 
         return None, jax.lax.cond(index < blocks.used, compute, lambda: jnp.zeros_like(block_rows))
 
@@ -137,18 +137,24 @@ def experts(
     beta: float,
     linear_beta: float,
     dtype: jnp.dtype | None = None,
+    activations: Activations = None,
 ) -> Float[Array, "N L"]:
     """See `pallas.moe.experts`."""
     tokens, k = ids.shape
+    dtype = dtype or x.dtype
+    if activations is not None and isinstance(experts, DenseExperts):
+        raise NotImplementedError(f"activations {activations!r} go with packed experts, got dense ones")
+    keep = _all_of_it if activations is None else rounded
+    x = keep(x)
     if tokens * k <= FEW_PAIRS:
         rows = jnp.repeat(x, k, axis=0)[:, None]
         chosen = _take(experts, jnp.maximum(ids.reshape(-1), 0), x.dtype)
-        outputs = _expert_mlp(rows, chosen, beta, linear_beta).reshape(tokens, k, -1)
+        outputs = _expert_mlp(rows, chosen, beta, linear_beta, keep).reshape(tokens, k, -1)
     elif isinstance(experts, DenseExperts):
         return grouped.experts(x, ids, weights, experts, beta=beta, linear_beta=linear_beta, dtype=dtype)
     else:
-        outputs = _by_block(x, ids, experts, beta, linear_beta)
-    return combine(outputs, ids, weights, dtype or x.dtype)
+        outputs = _by_block(x, ids, experts, beta, linear_beta, keep)
+    return combine(outputs, ids, weights, dtype)
 
 
 def combine(

@@ -4,9 +4,11 @@ import contextlib
 import dataclasses
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from typing import Any
 from k3jax import program
 from serving.gateway import processes
 
-Measure = Callable[[Sequence[str]], list[dict[str, Any]]]
+Runs = list[dict[str, Any]]
+"""One for each load."""
+Measure = Callable[[Sequence[str]], Runs]
 """Flags of `python -m serving.bench` -> its runs."""
 
 
@@ -22,11 +26,13 @@ Measure = Callable[[Sequence[str]], list[dict[str, Any]]]
 class Options:
     """Puts the same load on the engine in one process, on the service, and on the gateway before it.
 
-    Each line gives tokens a second, their share of the engine's, and the time to the first token. Measure on a machine
-    that does nothing else. The clients have a process of their own; only the engine alone shares one with them.
+    Each line gives tokens a second, their share of the engine's, and the time to the first token; with several
+    repeats, medians follow. Measure on a machine that does nothing else. The clients have a process of their own; only
+    the engine alone shares one with them, while service and gateway idle.
 
     Examples:
-      python -m serving.bench.overhead
+      python -m serving.bench.overhead --repeats 3
+      python -m serving.bench.overhead --streams 1 --requests 8
       python -m serving.bench.overhead --streams 1 16 64 --max-num-seqs 64 --json overhead.json
     """
 
@@ -34,6 +40,8 @@ class Options:
     """Clients at a time."""
     requests: int = 64
     """Requests of each run."""
+    repeats: int = 1
+    """Times that all doors take turns: two runs of the same load may differ by a fifth."""
     prompt_tokens: int = 64
     output_tokens: int = 64
     max_num_seqs: int = 16
@@ -59,40 +67,68 @@ def main(arguments: list[str] | None = None) -> int:
 def _compare(options: Options) -> int:
     if options.gateway:
         processes.require_smg()
-    results: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, list[Runs]] = {}
     for door, runs in measured(options, run_bench):
-        results[door] = runs
-        for line in lines(door, runs, results["engine"]):
+        results.setdefault(door, []).append(runs)
+        for line in lines(door, runs, results["engine"][-1]):
             print(line, flush=True)
+    if options.repeats > 1:
+        print(f"medians of {options.repeats}:")
+        medians = {door: middle(rounds) for door, rounds in results.items()}
+        for door, runs in medians.items():
+            print("\n".join(lines(door, runs, medians["engine"])))
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 
-def measured(options: Options, measure: Measure) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Runs by door, the engine's first; service and gateway live while they are measured."""
+def measured(options: Options, measure: Measure) -> Iterator[tuple[str, Runs]]:
+    """Runs by door, the engine's first in each round; service and gateway live all the time."""
     sizes = ["--max-num-seqs", str(options.max_num_seqs), "--max-length", str(options.max_length)]
     sizes += [] if options.checkpoint is None else ["--checkpoint", str(options.checkpoint)]
     load = ["--concurrency", *map(str, options.streams), "--requests", str(options.requests)]
     load += ["--prompt-tokens", str(options.prompt_tokens), "--output-tokens", str(options.output_tokens)]
-    yield "engine", measure([*load, "--protocol", "engine", *sizes])
     with contextlib.ExitStack() as stack:
         command = processes.service_command(["--port", "0", "--log-level", "warning", *sizes])
         service = stack.enter_context(processes.running(command, stdout=subprocess.PIPE))
         address = processes.service_address(service)
-        for protocol in ("vllm-grpc", "k3jax.v1"):
-            yield protocol, measure([*load, "--protocol", protocol, "--address", address])
+        doors = {"engine": sizes, "vllm-grpc": ["--address", address], "k3jax.v1": ["--address", address]}
         if options.gateway:
-            port = processes.free_port()
-            metrics = processes.free_port()
-            command = processes.gateway_command([address], host="127.0.0.1", port=port, metrics_port=metrics)
-            smg = stack.enter_context(processes.running(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-            url = f"http://127.0.0.1:{port}"
-            processes.wait_for_models(url, [service, smg])
-            yield "openai", measure([*load, "--protocol", "openai", "--address", url])
+            doors["openai"] = ["--address", _start_gateway(stack, service, address)]
+        for turn in range(options.repeats):
+            for number, (door, where) in enumerate(doors.items()):
+                # The prefix cache of the service should know no prompt of an earlier run.
+                seed = ["--seed", str(1000 * (len(doors) * turn + number))]
+                yield door, measure([*load, *seed, "--protocol", door, *where])
 
 
-def run_bench(flags: Sequence[str]) -> list[dict[str, Any]]:
+def _start_gateway(stack: contextlib.ExitStack, service: Any, address: str) -> str:
+    """The URL of a gateway before a service, which lives as long as the stack."""
+    port, metrics = processes.free_port(), processes.free_port()
+    command = processes.gateway_command([address], host="127.0.0.1", port=port, metrics_port=metrics)
+    smg = stack.enter_context(processes.running(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    url = f"http://127.0.0.1:{port}"
+    processes.wait_for_models(url, [service, smg])
+    return url
+
+
+def middle(rounds: Sequence[Runs]) -> Runs:
+    """For each load, the medians of its runs."""
+    return [_median(runs) for runs in zip(*rounds, strict=True)]
+
+
+def _median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The medians of several runs of one load; errors are added up."""
+    ranks = {rank for run in runs for rank in run["ttft_ms"]}
+    return {
+        "load": runs[0]["load"],
+        "output_tokens_per_second": statistics.median(run["output_tokens_per_second"] for run in runs),
+        "ttft_ms": {rank: statistics.median(run["ttft_ms"][rank] for run in runs if run["ttft_ms"]) for rank in ranks},
+        "errors": sum((Counter(run["errors"]) for run in runs), Counter()),
+    }
+
+
+def run_bench(flags: Sequence[str]) -> Runs:
     """`python -m serving.bench` in a process of its own. Raises `RuntimeError` when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "runs.json"

@@ -72,9 +72,9 @@ class AsyncClient(Connection):
         """Answers OpenAI-style messages; more options: tools, tool_choice, effort, thinking, response_format."""
         return AsyncStream(self, requests.chat(conversation, options), timeout or self.timeout)
 
-    async def _call(self, method: Any, request: Any) -> Any:
+    async def _call(self, method: Any, request: Any, timeout: int | float | None = None) -> Any:
         try:
-            return await method(request, timeout=self.timeout, metadata=self._metadata)
+            return await method(request, timeout=timeout or self.timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise ServiceError.of(error) from error
 
@@ -108,15 +108,15 @@ class AsyncClient(Connection):
         """Lets go of what a session holds."""
         return (await self._call(self._stub.ReleaseSession, messages.ReleaseSessionRequest(session=session))).found
 
-    async def export_state(self, prompt: Prompt, salt: str = "") -> list[Any]:
-        """The cached state of a prompt, as chunks for `import_state` of another server."""
+    async def export_state(self, prompt: Prompt, salt: str = "", *, timeout: int | float | None = None) -> list[Any]:
+        """The cached state of a prompt, as chunks for `import_state` of another server; by default within 60 s."""
         request = requests.cached(prompt, messages.ExportStateRequest, salt)
         try:
-            call = self._stub.ExportState(request, timeout=self.timeout, metadata=self._metadata)
+            call = self._stub.ExportState(request, timeout=self._moving(timeout), metadata=self._metadata)
             return [chunk async for chunk in call]
         except grpc.RpcError as error:
             raise ServiceError.of(error) from error
 
-    async def import_state(self, chunks: Sequence[Any]) -> int:
-        """Stores what another server has exported; returns how many tokens it holds."""
-        return (await self._call(self._stub.ImportState, iter(chunks))).tokens
+    async def import_state(self, chunks: Sequence[Any], *, timeout: int | float | None = None) -> int:
+        """Stores what another server has exported, by default within 60 s; returns how many tokens it holds."""
+        return (await self._call(self._stub.ImportState, iter(chunks), self._moving(timeout))).tokens

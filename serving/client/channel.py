@@ -17,6 +17,9 @@ ARGUMENTS = (
     ("grpc.max_receive_message_length", -1),
 )
 
+MOVE_SECONDS = 60.0
+"""Deadline of a cached state that comes or goes, where the client gives none: later, computing it again is better."""
+
 
 class Connection:
     """A channel, its stubs, and what goes with each call."""
@@ -46,6 +49,9 @@ class Connection:
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self.timeout, self.retries = timeout, retries
+
+    def _moving(self, timeout: int | float | None) -> int | float:
+        return timeout or self.timeout or MOVE_SECONDS
 
     def _open(self, request: Any, timeout: int | float | None) -> Any:
         return self._stub.Generate(request, timeout=timeout, metadata=self._metadata)

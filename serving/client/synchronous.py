@@ -82,9 +82,9 @@ class Client(Connection):
         """Answers OpenAI-style messages; more options: tools, tool_choice, effort, thinking, response_format."""
         return Stream(self, requests.chat(conversation, options), timeout or self.timeout)
 
-    def _call(self, method: Any, request: Any) -> Any:
+    def _call(self, method: Any, request: Any, timeout: int | float | None = None) -> Any:
         try:
-            return method(request, timeout=self.timeout, metadata=self._metadata)
+            return method(request, timeout=timeout or self.timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise ServiceError.of(error) from error
 
@@ -117,11 +117,12 @@ class Client(Connection):
         """Lets go of what a session holds."""
         return self._call(self._stub.ReleaseSession, messages.ReleaseSessionRequest(session=session)).found
 
-    def export_state(self, prompt: Prompt, salt: str = "") -> list[Any]:
-        """The cached state of a prompt, as chunks for `import_state` of another server."""
+    def export_state(self, prompt: Prompt, salt: str = "", *, timeout: int | float | None = None) -> list[Any]:
+        """The cached state of a prompt, as chunks for `import_state` of another server; by default within 60 s."""
         request = requests.cached(prompt, messages.ExportStateRequest, salt)
-        return self._call(lambda *args, **rest: list(self._stub.ExportState(*args, **rest)), request)
+        pull = lambda *args, **rest: list(self._stub.ExportState(*args, **rest))  # noqa: E731
+        return self._call(pull, request, self._moving(timeout))
 
-    def import_state(self, chunks: Sequence[Any]) -> int:
-        """Stores what another server has exported; returns how many tokens it holds."""
-        return self._call(self._stub.ImportState, iter(chunks)).tokens
+    def import_state(self, chunks: Sequence[Any], *, timeout: int | float | None = None) -> int:
+        """Stores what another server has exported, by default within 60 s; returns how many tokens it holds."""
+        return self._call(self._stub.ImportState, iter(chunks), self._moving(timeout)).tokens

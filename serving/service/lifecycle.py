@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from k3jax.cache import KvCacheDtype
+from k3jax.dspark.quantized import DraftWeights
 from serving.engine import Engine
 from serving.launch import Sizes, launch
 from serving.service import memory, threads
@@ -38,6 +39,7 @@ class Loading:
     mesh: str | None
     name: str | None
     sizes: Sizes
+    draft_weights: DraftWeights = "auto"
 
 
 def load(loading: Loading, options: ServiceOptions, metrics: Metrics) -> tuple[Engine, ModelCard]:
@@ -53,6 +55,7 @@ def load(loading: Loading, options: ServiceOptions, metrics: Metrics) -> tuple[E
         mesh=loading.mesh,
         draft=loading.draft,
         kv_cache_dtype=loading.kv_cache_dtype,
+        draft_weights=loading.draft_weights,
     )
     metrics.drafts(tokens_per_step(model) - 1)
     core = launch(model, loading.sizes, report=lambda line: event(line))

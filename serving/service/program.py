@@ -31,6 +31,8 @@ class Flags:
     the shipped nano model."""
     draft: str = "none"
     """Decode speculatively: a DSpark directory, "auto" for NAME-dspark beside the checkpoint, or "none"."""
+    draft_weights: Literal["auto", "model", "int8"] = "auto"
+    """Kind of the draft's matrices: as the model's, or 8 bits. auto: int8 for bfloat16 on a GPU."""
     host: str = "127.0.0.1"
     """Address to listen on; loopback unless you say otherwise."""
     port: int = 50051
@@ -125,6 +127,7 @@ def serve(flags: Flags) -> int:
         mesh=flags.mesh,
         name=flags.served_model_name,
         sizes=sizes,
+        draft_weights=flags.draft_weights,
     )
     return event_loop.run(lifecycle.run(options, loading, flags.metrics_port))
 

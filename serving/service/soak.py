@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,13 @@ class Load:
                     self.requests += 1
                     self.endings[ending] = self.endings.get(ending, 0) + 1
 
+    def end(self, threads: Iterable[threading.Thread]) -> None:
+        """Tells all clients to stop, and waits for them."""
+        self.stop.set()
+        self.go.set()
+        for thread in threads:
+            thread.join()
+
     def _one(self, client: "serving.Client", rng: random.Random) -> str:
         kind = rng.choices(("ask", "hang up", "late", "wrong"), (70, 15, 10, 5))[0]
         # Short ones, since growth goes by the number of requests; now and then one that takes several chunks.
@@ -131,10 +139,11 @@ def soak(flags: Flags, server: Server) -> int:
         threads = [threading.Thread(target=load.run, args=(flags.seed + n,)) for n in range(flags.clients)]
         for thread in threads:
             thread.start()
-        requests, memory, files = watch(flags.minutes, server.pid, load, client)
-        load.stop.set()
-        for thread in threads:
-            thread.join()
+        try:
+            requests, memory, files = watch(flags.minutes, server.pid, load, client)
+        finally:
+            # Also when somebody has had enough: the program could not end while they go on.
+            load.end(threads)
         problems = list(leftovers(client, time.monotonic() + 10))
     print(f"{load.requests} requests in {flags.minutes} min, endings {load.endings}")
     if server.pid is not None:

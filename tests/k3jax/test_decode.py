@@ -70,6 +70,8 @@ def test_text_goes_to_standard_output_and_nothing_else(program_model, expected, 
         "max_length": None,
         "draft": None,
         "draft_widths": (),
+        "draft_weights": "auto",
+        "kv_cache_dtype": "auto",
     }
 
 

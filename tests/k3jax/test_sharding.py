@@ -57,6 +57,13 @@ def test_too_few_devices():
         sharding.layout("tp8", jax.devices()[:2])
 
 
+def test_sums_in_one_hop_need_gpus():
+    with pytest.raises(
+        sharding.ShardingError, match=r"'tp2-one-hop' does not fit .* not all devices are GPUs.*use tp2$"
+    ):
+        sharding.layout("tp2-one-hop")
+
+
 def test_parameters_that_share_an_axis_are_split_together():
     """96 inner channels: eight devices divide weights and codes, but not the three scales of a row."""
     moe = dataclasses.replace(nano().moe, intermediate_size=96)

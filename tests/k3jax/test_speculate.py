@@ -317,10 +317,12 @@ def test_widths_follow_the_confidence_and_change_nothing_else(config, target, dr
     assert speculate.speculate._cache_size() == before + 1
 
 
-@pytest.mark.parametrize("rule", ["block", pytest.param("standard", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["block", "standard"])
 def test_sampled_pairs_follow_the_target(config, target, draft, rule):
     """Chi-square over residues of the first two tokens after the anchor, at temperature with top-k and top-p.
 
+    Both rules' laws are exact in `test_acceptance.py`; here it is the whole step's.
     The filters are wide, so that the random draft overlaps with the target and many drafts stand.
     """
     batch, rounds, bins = 4, 120, 4

@@ -42,24 +42,27 @@ def test_it_prints_every_part_and_says_what_is_real(setting, capsys, tmp_path):
     out = capsys.readouterr().out
     assert "2 of K3's 93 layers" in out
     assert "6 of 896 experts in each of 1 MoE layers" in out
+    assert out.index("\n  draft: ") < out.index("\n  markov: ") < out.index("\n  whole: ")
     for name in ("draft", "markov", "verify", "accept", "commit", "plain", "whole", "sum of parts"):
         assert f"\n{name} " in out
     assert "acceptance length 2.61: " in out
     record = json.loads((tmp_path / "out.json").read_text())
-    assert all(time > 0 for time in record["microseconds"].values())
+    # Parts of microseconds are lost in what else a machine does.
+    assert all(record["microseconds"][name] > 0 for name in ("plain", "whole"))
     assert 2 <= record["experts"]["one token"] <= record["experts"]["block"] <= 6
     assert record["programs"]["whole"]["transfers"] == []
 
 
 @pytest.mark.slow
-def test_the_parts_make_the_step(setting):
+@pytest.mark.parametrize("weights", ["model", "int8"])
+def test_the_parts_make_the_step(setting, weights):
     """Draft, Markov, verify, accept and commit in a row leave what `speculate` leaves."""
-    loaded = bench.load(setting)
+    loaded = bench.load(dataclasses.replace(setting, draft_weights=weights))
     one = bench.Parts(loaded)
     state = jax.tree.map(jnp.copy, loaded.speculative)
-    block = one.draft(*bench._draft_inputs(loaded))
+    block = one.draft(*bench.draft_inputs(loaded, loaded.leaves))
     proposal = one.markov(loaded.draft_leaves, block, state.token, state.rows, loaded.params)
-    bare = bench._bare(state)
+    bare = bench.bare(state)
     verified = one.verify(state.cache, bare, loaded.leaves, proposal.token)
     given = bench.parts.Given(loaded.params, loaded.stop_ids)
     judged = one.accept(verified.logits, proposal, bare, given)
@@ -86,6 +89,16 @@ def held(setting):
     trees = (params.model_specs(setting.config), bench.draft_specs(setting.draft))
     specs = [spec for tree in trees for _, spec in params.flatten(tree)]
     return sum(math.prod(spec.shape) * {"float32": 4, "model": 2, "uint8": 1}[spec.dtype] for spec in specs)
+
+
+def test_a_draft_in_8_bits_reads_half_the_bytes():
+    setting = bench.Setting.of_k3(8, None, 1024, draft_weights="model")
+    whole, half = (bench.floors(dataclasses.replace(setting, draft_weights=w), 16.0, 121.0) for w in ("model", "int8"))
+    for name in ("draft", "markov", "commit"):
+        assert half[name] == pytest.approx(whole[name] / 2, rel=0.02)  # but for keys and values of the latents
+    assert half["verify"] == whole["verify"]
+    # 5 layers of 410 million weights and the head, at 4.3 TB/s
+    assert whole["draft"] == pytest.approx((5 * 2 * 410e6 + 2 * 163840 * 7168) / 4.3e6, rel=0.01)
 
 
 def test_experts_fill_what_the_device_has_left(monkeypatch):

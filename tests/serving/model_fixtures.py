@@ -94,6 +94,6 @@ def serve(core, *items):
     return collect(outputs, items)
 
 
-def build_draft(config):
+def build_draft(config, **options):
     """A draft of three tokens without a confidence head."""
-    return Draft(*small_draft.build(small_draft.settings(config, taps=(0, 2), mask=252, confidence=False)))
+    return Draft(*small_draft.build(small_draft.settings(config, taps=(0, 2), mask=252, confidence=False), **options))

@@ -61,6 +61,15 @@ def test_requests_that_the_model_cannot_serve(core, tokens, fields, sampling, me
         core.submit(request(tokens, fields=fields, **sampling))
 
 
+@pytest.mark.parametrize("tokens", [2, 3, 5, 8, 64, 100, 512])
+def test_no_step_computes_more_of_prompts_than_it_may(tokens):
+    """Nor needs it more than one step for as many."""
+    shapes = Sizes(step_tokens=tokens).shapes
+    assert max(shape.size for shape in shapes) == max(shape.tokens for shape in shapes) == tokens
+    assert len(set(shapes)) == len(shapes) <= 3
+    assert min(shape.tokens for shape in shapes) >= 2
+
+
 def test_memory_by_bytes(model):
     sizes = Sizes(rows=2, cache_gib=0.01, state_fraction=0.5, page_size=8, prefix_match_unit=4)
     each = footprint(model, sizes.page_size)

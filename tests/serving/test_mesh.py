@@ -11,6 +11,7 @@ import pytest
 
 from k3jax import params, sharding
 from k3jax.cache import KdaCache
+from k3jax.dspark import quantized
 from k3jax.runtime import Model
 from k3jax.speculation.drafters import Draft, NgramDrafter
 from serving.retention import Retention
@@ -96,10 +97,11 @@ def test_nothing_is_compiled_after_warm_up(spread):
     assert spread.compilations == before
 
 
-@pytest.mark.parametrize("kind", ["dspark", "ngram"])
+@pytest.mark.parametrize("kind", ["dspark", "ngram", pytest.param("int8", marks=pytest.mark.slow)])
 def test_drafts_on_a_mesh(divided, said_by, kind):
     """D.3 50: what is accepted is decided alike on both devices, for requests of different lengths."""
-    draft = build_draft(divided.config) if kind == "dspark" else Draft(NgramDrafter(3), ())
+    change = quantized.quantize if kind == "int8" else dict
+    draft = Draft(NgramDrafter(3), ()) if kind == "ngram" else build_draft(divided.config, change=change)
     draft = draft._replace(leaves=divided.place(draft.leaves))
     runner = build_runner(dataclasses.replace(divided, draft=draft), shapes=(CHUNK,))
     prompts = [prompt(seed, 3 + 5 * seed) for seed in range(7)]

@@ -76,11 +76,12 @@ def packed_as_alone(target, config, texts):
 
 def test_the_loss_falls_and_drafts_survive(target, config, texts):
     recipe = draft_run.Recipe(steps=60, peak=1e-2, rows=8, anchors=8)
-    history = [r for _, r in draft_run.train(target, config, draft_run.create(config, 0), [texts], recipe)]
+    history = [r for _, r in draft_run.train(target, config, draft_run.create(config, 0), lambda _: [texts], recipe)]
     assert float(history[-1].variation) < 0.85 * float(history[0].variation)
     assert float(history[-1].acceptance_length) > 0.2 + float(history[0].acceptance_length)
     assert np.isfinite([float(entry.loss) for entry in history]).all()
     assert 1 <= float(history[-1].acceptance_length) <= 1 + config.block_size
+    assert 1 <= 1 / float(history[-1].pace) <= float(history[-1].acceptance_length)  # a harmonic mean
 
 
 def test_every_parameter_gets_a_gradient(target, config, texts):
@@ -100,14 +101,27 @@ def test_every_parameter_gets_a_gradient(target, config, texts):
 
 def test_a_run_may_resume(target, config, texts):
     recipe = draft_run.Recipe(steps=6, rows=4, anchors=4)
-    *_, (whole, _) = draft_run.train(target, config, draft_run.create(config, 0), [texts], recipe)
-    steps = draft_run.train(target, config, draft_run.create(config, 0), [texts], recipe)
+    *_, (whole, _) = draft_run.train(target, config, draft_run.create(config, 0), lambda _: [texts], recipe)
+    steps = draft_run.train(target, config, draft_run.create(config, 0), lambda _: [texts], recipe)
     for _ in range(3):
         half, _ = next(steps)
     half = jax.tree.map(jnp.array, half)
-    *_, (resumed, _) = draft_run.train(target, config, half, [texts], recipe)
+    *_, (resumed, _) = draft_run.train(target, config, half, lambda _: [texts], recipe)
     for mine, theirs in zip(jax.tree.leaves(resumed), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_texts_are_renewed_by_rounds(target, config, texts):
+    recipe, asked = draft_run.Recipe(steps=6, rounds=3, rows=4, anchors=4), []
+
+    def of_round(turn):
+        asked.append(turn)
+        return [Texts(np.full_like(texts.ids, turn), texts.begin)]
+
+    start = draft_run.create(config, 0)._replace(step=jnp.asarray(2, jnp.int32))
+    steps = draft_run.train(target, config, start, of_round, recipe)
+    states = [next(steps) and tuple(asked) for _ in range(4)]
+    assert states == [(1,), (1,), (1, 2), (1, 2)]
 
 
 def test_texts_may_stay_on_the_device(target, config, texts, monkeypatch):
@@ -125,13 +139,13 @@ def test_texts_may_stay_on_the_device(target, config, texts, monkeypatch):
         assert all(any((row == text).all() for text in shelf.texts.ids) for row in np.asarray(held.ids))
         for mine, theirs in zip(held, again, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
-    steps = draft_run.train(target, config, draft_run.create(config, 0), kinds, recipe)
+    steps = draft_run.train(target, config, draft_run.create(config, 0), lambda _: kinds, recipe)
     assert np.isfinite([float(result.loss) for _, result in steps]).all()
 
 
 def test_a_schedule_may_end_with_the_time(target, config, texts):
     recipe = draft_run.Recipe(steps=10**6, seconds=0.5, rows=4, anchors=4)
-    taken = sum(1 for _ in draft_run.train(target, config, draft_run.create(config, 0), [texts], recipe))
+    taken = sum(1 for _ in draft_run.train(target, config, draft_run.create(config, 0), lambda _: [texts], recipe))
     assert 1 <= taken < 10_000
 
 
@@ -154,6 +168,35 @@ def test_rows_weigh_as_often_as_they_are_reached():
     np.testing.assert_allclose(weight[0, 0], np.exp([0, -0.5, -1, -1.5]) * [1, 0.5, 0.5, 0], rtol=1e-6)
     plain = draft_losses._row_weights(draft_losses.Objective(), jnp.asarray(valid), jnp.asarray(q), jnp.asarray(p))
     np.testing.assert_allclose(plain[0, 0], np.exp([0, -0.25, -0.5, -0.75]) * [1, 1, 1, 0], rtol=1e-6)
+
+
+def test_pace_weights_are_what_steps_lose_when_a_row_stands_more_often():
+    """The derivative of sum 1 / L for blocks whose neighbours are all alike, in float64 by autodiff's definition."""
+    chance = np.random.default_rng(0).uniform(0.1, 0.9, (2, 1, 4))
+
+    def steps(chance):
+        return (1 / (1 + np.cumprod(chance, axis=-1).sum(axis=-1))).sum()
+
+    slope = np.zeros_like(chance)
+    for at in np.ndindex(chance.shape):
+        moved = [chance.copy(), chance.copy()]
+        for copy, change in zip(moved, (1e-5, -1e-5), strict=True):
+            copy[at] += change
+        slope[at] = (steps(moved[0]) - steps(moved[1])) / 2e-5
+    accept, valid = jnp.asarray(chance, jnp.float32), jnp.ones(chance.shape, bool)
+    reached = np.cumprod(np.concatenate([np.ones((2, 1, 1)), chance[..., :-1]], axis=-1), axis=-1)
+    local = draft_losses.local_length(accept, valid)
+    weight = draft_losses.pace_weights(accept, valid, jnp.asarray(reached, jnp.float32), local)
+    np.testing.assert_allclose(weight, -slope, rtol=1e-4)
+
+
+def test_a_local_length_is_the_mean_of_the_whole_blocks_nearby(monkeypatch):
+    monkeypatch.setattr(draft_losses, "NEIGHBOURS", 1)
+    chance = np.float32([[[1, 1], [1, 0], [0, 1], [1, 1]], [[1, 1]] * 4])
+    valid = np.ones((2, 4, 2), bool)
+    valid[0, 3, 1] = valid[1, :, 1] = False  # the last block of the first text and all of the second reach beyond it
+    local = draft_losses.local_length(jnp.asarray(chance), jnp.asarray(valid))
+    np.testing.assert_allclose(local, [[2.5, 2, 1.5, 1], [1, 1, 1, 1]], rtol=1e-6)
 
 
 def test_soft_cross_entropy_is_the_mean_over_what_the_target_might_have_written(target, config, texts):

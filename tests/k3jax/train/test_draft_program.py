@@ -71,6 +71,10 @@ def test_a_run_that_goes_on_has_the_same_texts(prepared, tmp_path, monkeypatch):
     for mine, theirs in zip(again, first, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             np.testing.assert_array_equal(a, b)
+    with Journal(tmp_path / "log.jsonl") as journal:
+        later = draft_program.gather_texts(model, prepared, plan, journal, 1)
+    assert later[0].begin.tolist() == [4] * 4 + [8] * 2 + [0] * 10  # the next shares of prompts
+    assert not set(later[0].ids[:, -1]) & set(first[0].ids[:6, -1])
 
 
 def test_lengths_and_numbers_of_texts_go_together(tmp_path):
@@ -78,6 +82,8 @@ def test_lengths_and_numbers_of_texts_go_together(tmp_path):
         draft_program.Plan(out=tmp_path, steps=1, texts=(6,), length=(32, 48))
     with pytest.raises(ValueError, match=r"lengths \(32, 32\) repeat"):
         draft_program.Plan(out=tmp_path, steps=1, texts=(6, 2), length=(32, 32))
+    with pytest.raises(ValueError, match="rounds is 0, expected at least 1"):
+        draft_program.Plan(out=tmp_path, steps=1, rounds=0)
     with pytest.raises(ValueError, match="no texts to train on"):
         draft_program.Plan(out=tmp_path, steps=1, texts=(0,), length=(32,))
 
@@ -125,7 +131,7 @@ def test_a_draft_is_trained_saved_resumed_and_measured(prepared, small, tmp_path
     assert [path.name for path in sorted(tmp_path.glob("state-*"))] == ["state-000002", "state-000004"]
     again = draft_program.run(model, draft_config, prepared, dataclasses.replace(plan, steps=5), *storage)
     assert int(again.step) == 5
-    with np.load(tmp_path / "texts-24.npz") as texts:
+    with np.load(tmp_path / "texts-24-0.npz") as texts:
         assert texts["ids"].shape == (6, 24)
     assert json.loads((tmp_path / "draft" / "config.json").read_text())["markov_head_type"] == "rnn"
     draft = api.load_draft(tmp_path / "draft", model)

@@ -61,6 +61,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, small_model: K3Config, pre
         rows=ROWS,
         length=LENGTH,
         dtype="float32",
+        settle_batches=1,
+        settle_rounds=2,
     )
 
     def export(path: Path, config: K3Config, tree: dict) -> None:

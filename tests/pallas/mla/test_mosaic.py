@@ -43,10 +43,14 @@ def draw(tokens, heads, lengths, page, seed=0, extra_pages=0):
     return query, jnp.asarray(pool, jnp.bfloat16), jnp.asarray(table), start, length, latents
 
 
-def attend(query, pool, table, start, length, heads, least=1, blocks=3):
+def attend(query, pool, table, start, length, heads, least=1, blocks=3, page_scale=None):
+    """The kernels on a query in two pieces: what meets the latent, and the shared key's part behind other channels."""
     settings = mosaic_plan.Settings(blocks=blocks, least=least)
     options = {"heads": heads, "rank": SMALL_RANK, "scale": 0.1, "settings": settings, "interpret": INTERPRET}
-    return np.asarray(jax.jit(lambda *args: mosaic.attend_pages(*args, **options))(query, pool, table, start, length))
+    absorbed, shared = query[..., :SMALL_RANK], query[..., SMALL_RANK:]
+    shared = jnp.concatenate([jnp.full((*query.shape[:2], 32), jnp.nan, query.dtype), shared], axis=-1)
+    run = jax.jit(lambda *args: mosaic.attend_pages(*args, **options))
+    return np.asarray(run(absorbed, shared, pool, table, start, length, page_scale))
 
 
 @pytest.mark.parametrize(("tokens", "page"), [(2, 16)])
@@ -66,9 +70,7 @@ def test_decode_of_8_bit_latents_interpreted():
     heads, lengths = 3, [150]
     query, pool, table, start, length, latents = draw(1, heads, lengths, 64)
     narrow, scale = mla.quantize_pages(jnp.nan_to_num(pool))
-    settings = mosaic_plan.Settings(blocks=2, least=1)
-    options = {"heads": heads, "rank": SMALL_RANK, "scale": 0.1, "settings": settings, "interpret": INTERPRET}
-    actual = jax.jit(lambda *args: mosaic.attend_pages(*args, **options))(query, narrow, table, start, length, scale)
+    actual = attend(query, narrow, table, start, length, heads, blocks=2, page_scale=scale)
     held = mla.gather_pages(narrow, table, scale)
     assert relative(actual, definition(query, held, np.asarray(start), lengths, heads)) < 1e-2
     assert relative(actual, definition(query, latents, np.asarray(start), lengths, heads)) < 6e-2
@@ -98,6 +100,26 @@ def test_rows_do_not_depend_on_their_neighbours_interpreted(tokens):
     assert np.array_equal(moved, together[order])
     alone = attend(query[:1], pool, table[:1], start[:1], length[:1], heads)
     assert np.array_equal(alone[0], together[0])
+
+
+@pytest.mark.slow
+def test_blocks_of_several_parts_give_the_same_bits_interpreted():
+    """Of eight rows a block takes two parts one after another; of one row, one."""
+    heads, lengths = 3, [130, 5, 70, 0, 64, 65, 190, 1]
+    query, pool, table, start, length, latents = draw(1, heads, lengths, 64)
+    assert turns(query, pool, table, heads) == 2
+    together = attend(query, pool, table, start, length, heads)
+    expected = definition(query, latents, np.asarray(start), lengths, heads)
+    for row in (0, 6):
+        one = slice(row, row + 1)
+        assert turns(query[one], pool, table, heads) == 1
+        assert np.array_equal(attend(query[one], pool, table[one], start[one], length[one], heads)[0], together[row])
+        assert relative(together[row], expected[row]) < 1e-2
+
+
+def turns(query, pool, table, heads):
+    options = {"heads": heads, "rank": SMALL_RANK, "scale": 0.1, "interpret": INTERPRET}
+    return mosaic_plan.make(query.shape, pool, table.shape[1], mosaic_plan.Settings(blocks=3, least=1), **options).turns
 
 
 @pytest.mark.slow
@@ -174,7 +196,8 @@ def test_decode_lowers_for_cuda(rows, heads, tokens):
     """Rows of 1,048,576 tokens in pools of 1.2 to 77 GB: offsets pass 2^31."""
     array, pages = jax.ShapeDtypeStruct, 2**20 // PAGE
     args = (
-        array((rows, tokens * heads, LATENT), jnp.bfloat16),
+        array((rows, tokens * heads, RANK), jnp.bfloat16),
+        array((rows, tokens * heads, OWN + SHARED), jnp.bfloat16),
         array((rows * pages + 1, PAGE, LATENT), jnp.bfloat16),
         array((rows, pages), jnp.int32),
         *(array((rows,), jnp.int32),) * 2,

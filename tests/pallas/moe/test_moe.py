@@ -70,13 +70,6 @@ def test_expert_load():
     np.testing.assert_array_equal(moe.expert_load(ids, 5), [1, 0, 3, 1, 0])
 
 
-@pytest.mark.parametrize(("byte", "reason"), [(255, "NaN"), (253, "overflow")])
-def test_scales_that_are_not_finite_are_refused(byte, reason):
-    moe.require_finite(jnp.full((2, 3), 252, jnp.uint8), "w1")
-    with pytest.raises(ValueError, match=f"w1: scale byte {byte} .*{reason}.* at most 252"):
-        moe.require_finite(jnp.array([[3, byte]], jnp.uint8), "w1")
-
-
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("tokens", [4, 100])
 def test_packed_equals_dense(tokens, dense, draw_experts, draw_tokens):

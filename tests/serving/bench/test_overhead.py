@@ -28,6 +28,19 @@ def test_lines_give_shares_of_the_engine():
     assert "nan" in empty
 
 
+def test_medians_of_several_rounds():
+    rounds = [[run("1 clients", speed, ttft_ms=ttft, errors={"X": 1})] for speed, ttft in SPEEDS]
+    [median] = overhead.middle(rounds)
+    assert median["output_tokens_per_second"] == 20.0
+    assert median["ttft_ms"] == {"p50": 2.0, "p99": 5.0}
+    [line] = overhead.lines("vllm-grpc", [median], [run("1 clients", 40.0)])
+    assert "50.0% of the engine" in line
+    assert line.endswith("3 errors")
+
+
+SPEEDS = ((10.0, {"p50": 1.0, "p99": 4.0}), (90.0, {"p50": 3.0, "p99": 6.0}), (20.0, {}))
+
+
 @pytest.mark.parametrize("gateway", [True, False])
 def test_every_door_gets_the_same_load(monkeypatch, gateway):
     started, ended, asked = [], [], []
@@ -46,14 +59,15 @@ def test_every_door_gets_the_same_load(monkeypatch, gateway):
         asked.append((list(flags), len(started)))
         return [run("2 clients", 10.0)]
 
-    options = overhead.Options(streams=(2,), requests=3, max_num_seqs=7, gateway=gateway)
+    options = overhead.Options(streams=(2,), requests=3, max_num_seqs=7, gateway=gateway, repeats=2)
     doors = [door for door, _ in overhead.measured(options, measure)]
-    assert doors == ["engine", "vllm-grpc", "k3jax.v1", *(["openai"] if gateway else [])]
-    # The engine alone shares the machine with nothing.
-    assert [running for _, running in asked] == [0, 1, 1, *([2] if gateway else [])]
-    load = asked[0][0][: asked[0][0].index("--protocol")]
+    assert doors == 2 * ["engine", "vllm-grpc", "k3jax.v1", *(["openai"] if gateway else [])]
+    assert {running for _, running in asked} == {2 if gateway else 1}
+    load = asked[0][0][: asked[0][0].index("--seed")]
     assert all(flags[: len(load)] == load for flags, _ in asked)
     assert load[:2] == ["--concurrency", "2"]
+    # No run finds prompts of another in the prefix cache.
+    assert len({flags[len(load) + 1] for flags, _ in asked}) == len(asked)
     sizes = ["--max-num-seqs", "7", "--max-length", "1024"]
     assert asked[0][0][-4:] == sizes
     assert started[0][-4:] == sizes

@@ -248,7 +248,8 @@ def chi_square(said, exact):
     return sum((counts[t] - len(said) * p) ** 2 / (len(said) * p) for t, p in exact.items())
 
 
-@pytest.mark.parametrize("rule", [pytest.param("standard", marks=pytest.mark.slow), "block"])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["standard", "block"])
 def test_the_law_of_a_block_is_the_grammars(rule):
     """Three tokens against the exact law, 12 sequences; 31.3 is exceeded once in a thousand.
 

@@ -1,4 +1,4 @@
-"""What goes wrong around a service: networks, clocks, disks and files (checklist 12 and 14).
+"""What goes wrong around a service: networks, clocks, disks and files (checklist 12 to 14).
 
 The process that is killed is in `test_process.py`; ranks that die are not tested, since an engine has one process.
 """
@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import resource
 import shutil
+import socket
 import threading
 import time
 
@@ -161,6 +162,76 @@ def test_12_a_server_that_dies_while_it_sends_a_state_leaves_nothing(start, netw
     assert there.client.inspect(prompt).cached_tokens == 0
     result = there.client.generate(prompt, max_tokens=9, ignore_eos=True, return_token_ids=True).result
     assert (list(result.token_ids), result.usage["cached_tokens"]) == (solo(prompt, 9), 0)
+    there.books_balance()
+
+
+PULL_SECONDS = 0.5
+
+
+def unknown(server, network):
+    """Nobody has asked for this prompt."""
+    return server.address, [1, 2, 3]
+
+
+def refused(server, network):
+    """Nobody listens there."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{reserved.getsockname()[1]}", PROMPT
+
+
+def stalled(server, network):
+    """The machine answers no more, as one that is stopped."""
+    way = network(server)
+    way.stop()
+    return way.address, PROMPT
+
+
+def dead(server, network):
+    """The connection breaks while the pull waits."""
+    way = network(server)
+    way.stop()
+    threading.Timer(PULL_SECONDS / 3, way.cut).start()
+    return way.address, PROMPT
+
+
+PROMPT = [4, 8, 15, 16, 23, 42, 7]
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes"),
+    [
+        (unknown, {grpc.StatusCode.NOT_FOUND}),
+        (refused, {grpc.StatusCode.UNAVAILABLE}),
+        (dead, {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}),
+        (stalled, {grpc.StatusCode.DEADLINE_EXCEEDED}),
+    ],
+)
+def test_13_a_pull_ends_by_its_own_deadline(ids_only, network, fault, codes):
+    """Whatever has become of the other side; the prompt is computed here instead."""
+    list(ids_only.client.generate(PROMPT, max_tokens=3))
+    address, prompt = fault(ids_only, network)
+    with serving.Client(address, retries=0) as client:
+        start_time = time.monotonic()
+        with pytest.raises(serving.ServiceError) as ended:
+            client.export_state(prompt, timeout=PULL_SECONDS)
+        assert time.monotonic() - start_time < PULL_SECONDS + 0.1
+        assert ended.value.code in codes
+    result = ids_only.client.generate(prompt, max_tokens=9, ignore_eos=True, return_token_ids=True).result
+    assert list(result.token_ids) == solo(prompt, 9)
+    ids_only.books_balance()
+
+
+def test_13_who_pulls_twice_or_something_else_is_told(start):
+    here, there = start(), start()
+    list(here.client.generate(PROMPT, max_tokens=3))
+    (chunk,) = here.client.export_state(PROMPT)
+    again = here.client.export_state(PROMPT)
+    assert there.client.import_state([chunk]) == there.client.import_state(again) == 6
+    assert there.client.stats()["entries"] == 1
+    with pytest.raises(serving.ServiceError) as foreign:
+        there.client.import_state([type(chunk)(total_bytes=chunk.total_bytes, data=b"?" + chunk.data[1:])])
+    assert foreign.value.code is grpc.StatusCode.FAILED_PRECONDITION
     there.books_balance()
 
 

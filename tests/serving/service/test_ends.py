@@ -66,6 +66,24 @@ def test_2_a_hang_up_frees_everything_soon(slow):
     assert slow.runner.dispatched - steps <= 4
 
 
+def test_2_a_hang_up_is_seen_within_5_ms(slow):
+    times, others = [], []
+    for n in range(15):
+        call = slow.worker.Generate(tokenized([n, 3], max_tokens=300, ignore_eos=True))
+        next(call)
+        start = time.monotonic()
+        call.cancel()
+        while len(slow.service.jobs):
+            time.sleep(0.0002)
+        times.append(time.monotonic() - start)
+        start = time.monotonic()
+        slow.client.health()
+        others.append(time.monotonic() - start)
+    # A busy machine makes every call slow.
+    assert sorted(times)[7] < 0.005 + sorted(others)[7]
+    slow.books_balance()
+
+
 def test_2_abort_by_id(slow):
     call = slow.worker.Generate(tokenized([1, 2], max_tokens=300, request_id="mine", ignore_eos=True))
     next(call)

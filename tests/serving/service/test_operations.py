@@ -321,6 +321,35 @@ def test_16_logs_have_ids_and_no_text(with_text, caplog):
     assert "secret" not in json.dumps(lines)
 
 
+def test_16_a_span_tells_of_its_call_and_belongs_to_the_callers(start, monkeypatch):
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="needs the extra `tracing`")
+    import types
+
+    from opentelemetry import propagate, trace
+    from opentelemetry.sdk.trace import export
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from serving.service import tracing
+
+    spans, provider = InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(spans))
+    api = propagate, types.SimpleNamespace(get_tracer=provider.get_tracer, SpanKind=trace.SpanKind)
+    monkeypatch.setattr(tracing, "_api", lambda: api)
+    running = start(bad=(13,))
+    parent = (("traceparent", f"00-{'a' * 32}-{'b' * 16}-01"),)
+    request = tokenized([1, 2, 3], max_tokens=5, ignore_eos=True, request_id="traced")
+    list(running.worker.Generate(request, metadata=parent))
+    with pytest.raises(grpc.RpcError):
+        list(running.worker.Generate(tokenized([1, 13, 2], request_id="nan")))
+    running.books_balance()
+    good, bad = spans.get_finished_spans()
+    assert (good.context.trace_id, good.parent.span_id) == (int("a" * 32, 16), int("b" * 16, 16))
+    assert good.attributes["k3jax.request_id"] == "traced"
+    assert good.attributes["k3jax.ending"] == "length"
+    assert (good.attributes["gen_ai.usage.input_tokens"], good.attributes["gen_ai.usage.output_tokens"]) == (3, 5)
+    assert (bad.attributes["k3jax.request_id"], bad.attributes["k3jax.ending"]) == ("nan", "internal")
+
+
 def test_bugs_are_internal_with_an_id(start, monkeypatch):
     running = start()
     monkeypatch.setattr(running.service.jobs, "enter", lambda *args: 1 / 0)

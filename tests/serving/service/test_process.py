@@ -122,6 +122,42 @@ def test_an_engine_that_fails_ends_the_process(fakes, name, trouble, code, log):
     assert re.search(log, text)
 
 
+def niceness(pid):
+    """Of each thread of a process, by name."""
+    found = {}
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        found.setdefault((thread / "comm").read_text().strip(), set()).add(
+            os.getpriority(os.PRIO_PROCESS, int(thread.name))
+        )
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_threads_that_compute_give_way_to_those_that_answer():
+    """In a process of its own, since nobody may take it back; the real one's are looked at in a slow test."""
+    code = """if True:
+        import sys, threading
+        from pathlib import Path
+        from serving.service import threads
+        named = threading.Event()
+        def compute():
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("tf_XLAEigen")
+            named.set()
+            sys.stdin.read()
+        threading.Thread(target=compute).start()
+        named.wait()
+        print(threads.put_answers_first(), flush=True)
+    """
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    with process:
+        assert process.stdout.readline() == b"1\n"
+        found = niceness(process.pid)
+        process.stdin.close()
+    assert found.pop("tf_XLAEigen") == {min(own + 5, 19)}
+    assert set().union(*found.values()) == {own}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -198,6 +234,8 @@ def test_a_checkpoint_without_a_tokenizer_serves_ids(tiny_checkpoint):
         assert results[0].token_ids == results[1].token_ids
         assert results[1].usage["cached_tokens"] == 16
         assert len(results[0].logprobs[0].alternatives) == 2
+        if sys.platform == "linux":
+            assert niceness(server.process.pid)["tf_XLAEigen"] == {min(os.getpriority(os.PRIO_PROCESS, 0) + 5, 19)}
         with pytest.raises(serving.ServiceError, match="no tokenizer"):
             list(server.client.generate("text"))
         assert server.client.stats()["compilations"] == 0

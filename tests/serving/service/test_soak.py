@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 
 import pytest
 
@@ -9,7 +10,9 @@ from serving.service import soak
 
 
 @pytest.mark.parametrize(
-    ("minutes", "memory"), [("0.025", "None"), pytest.param("10", "1", marks=pytest.mark.slow)], ids=["seconds", "10"]
+    ("minutes", "memory"),
+    [("0.025", "None"), pytest.param("10", "1", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    ids=["seconds", "10"],
 )
 def test_nothing_grows(start, capsys, monkeypatch, minutes, memory):
     """Open files, compilations, pages and slots; memory only over minutes. The clients live in the same process."""
@@ -33,6 +36,24 @@ def test_what_grows_is_named(start, capsys, monkeypatch):
     assert "memory grows by" in err
     assert "open files grow from" in err
     assert err.count("\n") == 2
+
+
+def test_who_breaks_off_leaves_no_client_behind(start, monkeypatch):
+    """Ctrl-C at the worst moment, while the clients wait for a reading to end."""
+    running = start(seconds=0.0, queue_limit=200)
+
+    def break_off(client, end):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(soak, "settle", break_off)
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        soak.soak(
+            soak.Flags(target=running.address, pid=os.getpid(), minutes=0.01), soak.Server(running.address, os.getpid())
+        )
+    # Those of gRPC may take a moment longer.
+    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.endswith("(run)")]
+    running.books_balance()
 
 
 def test_growth_is_the_slope_after_the_warm_up():

@@ -1,0 +1,114 @@
+"""Weights of 8 bits as the left operand of a warpgroup product: int8 codes widened to bfloat16 in registers.
+
+A thread of the product m64k16 holds, of rows g and g + 8 of its warp, inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 (lane
+4 g + t). `int8.interleave` makes thread t's 32 codes of a row neighbours, so that it reads 16 bytes at a time. Boxes of
+64 rows and 128 inputs lie in shared memory as the copy engine swizzles them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
+
+from pallas.gemv.int8 import BOX, restore
+
+ROWS = 64
+SWIZZLED = (plgpu.TilingTransform((8, BOX)), plgpu.SwizzleTransform(128))
+"""How a box lies in shared memory: a line of 128 bytes for each row."""
+HALF = BOX // 2
+BYTES = 16
+"""Read at a time: the codes of four products of 16 inputs."""
+
+
+def _i32(value: int) -> ir.Value:
+    kind = ir.IntegerType.get_signless(32)
+    return arith.constant(kind, ir.IntegerAttr.get(kind, value if value < 1 << 31 else value - (1 << 32)))
+
+
+def _pair(word: ir.Value, high: bool) -> ir.Value:
+    """Two codes of a word as two bfloat16 numbers.
+
+    0x43 above a byte without its sign bit is 128 plus the byte as a bfloat16 number; above the sign bit alone it is 128
+    or 256, which is what has to be subtracted.
+    """
+    kind = ir.IntegerType.get_signless(32)
+    bytes_of_pair = "0x4342" if high else "0x4140"
+    code = (
+        "{ .reg .b32 wide, value, base; "
+        f"prmt.b32 wide, $1, 0x43, {bytes_of_pair}; "
+        "and.b32 value, wide, 0xff7fff7f; and.b32 base, wide, 0xff80ff80; sub.bf16x2 $0, value, base; }"
+    )
+    return llvm.inline_asm(kind, [word], code, "=r,r", asm_dialect=0)
+
+
+def widen(codes: Any, half: int) -> jax.Array:
+    """[64, 64] bfloat16 of one half of a box: `codes` is shared memory [64, 128] of int8, `SWIZZLED`, interleaved."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(SWIZZLED),),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, HALF), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
+    )
+    def run(_: Any, source: ir.Value) -> Any:
+        i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
+        thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
+        warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
+        row, member = arith.divui(lane, _i32(4)), arith.remui(lane, _i32(4))
+        chunk = arith.xori(arith.addi(arith.muli(member, _i32(2)), _i32(half)), row)
+        first = arith.addi(arith.muli(warp, _i32(16 * BOX)), arith.muli(row, _i32(BOX)))
+        first = arith.addi(first, arith.muli(chunk, _i32(BYTES)))
+        layout, pair = mgpu.WGMMA_LAYOUT, ir.VectorType.get((2,), ir.BF16Type.get())
+        registers = np.empty(layout.registers_shape((ROWS, HALF)), dtype=object)
+        flat = registers.reshape(HALF // 8, 2)
+        pointer = mgpu.utils.memref_ptr(source)
+        for lower in range(2):
+            address = mgpu.utils.getelementptr(pointer, [arith.addi(first, _i32(lower * 8 * BOX))], i8)
+            words = llvm.load(ir.VectorType.get((4,), i32), address, alignment=BYTES)
+            for step in range(4):
+                word = vector.extract(words, dynamic_position=[], static_position=[step])
+                for high in range(2):
+                    value = _pair(word, bool(high))
+                    value = vector.bitcast(pair, vector.broadcast(ir.VectorType.get((1,), i32), value))
+                    flat[2 * step + high, lower] = value
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return run(codes)
+
+
+def emulated_widen(codes: Any, half: int) -> jax.Array:
+    """`widen` for interpretation on a CPU."""
+    values = restore(codes[...]).astype(jnp.bfloat16)
+    return values[:, half * (HALF) : (half + 1) * (HALF)]
+
+
+def by_row(values: Any, offset: jax.Array, shape: tuple[int, int], layout: Any) -> jax.Array:
+    """values[offset + r] in every column of row r, from global memory."""
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + offset
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(()), layout),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout),
+    )
+    def run(_: Any, values: ir.Value, row: Any) -> Any:
+        registers = np.empty(row.registers.shape, dtype=object)
+        for index, register in np.ndenumerate(row.registers):
+            size = ir.VectorType(register.type).shape[0] if isinstance(register.type, ir.VectorType) else None
+            scalar = vector.extract(register, dynamic_position=[], static_position=[0]) if size else register
+            loaded = memref.load(values, [arith.index_cast(ir.IndexType.get(), scalar)])
+            # Neighbours in a register are of one row.
+            kind = ir.VectorType.get((size,), loaded.type) if size else None
+            registers[index] = vector.broadcast(kind, loaded) if size else loaded
+        return mgpu.FragmentedArray(_registers=registers, _layout=row.layout, _is_signed=None)
+
+    return run(values, row)
+
+
+def emulated_by_row(values: Any, offset: jax.Array, shape: tuple[int, int], layout: Any) -> jax.Array:
+    """`by_row` for interpretation on a CPU."""
+    del layout
+    return jnp.broadcast_to(values[pl.ds(offset, shape[0])][:, None], shape)
