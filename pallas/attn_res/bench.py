@@ -169,10 +169,9 @@ def measure() -> Iterator[Measurement]:
         for line in table:
             carry, *rest = inputs(line, vectors)
             run = ready[line.name]
-            # Programs of few tokens are over before the host is back: enough of them that it never is late.
-            enqueued = 32 if line.tokens <= FEW_TOKENS else 4
-            times[line.tokens, line.sources] = measured = timing.median_call_us(
-                lambda carry, run=run, rest=rest: run(carry, *rest), carry, line.calls, enqueued=enqueued
+            # By the device's clock: programs of few tokens are over before the host is back.
+            times[line.tokens, line.sources] = measured = timing.device_call_us(
+                lambda carry, run=run, rest=rest: run(carry, *rest), carry, line.calls
             )
             rivals = (measured_peer(FLA, partial(peers[line].time, calls[line])),) if line in calls else ()
             yield Measurement(line.name, measured, floor_us(line.moved), line.goal, (*rivals, *line.published))
@@ -200,7 +199,7 @@ def summary_inputs(vectors: tuple[Any, ...]) -> tuple[Any, ...]:
 def phase_one(run: Any, vectors: tuple[Any, ...], saved: float) -> Measurement:
     """What a first phase for all reads of a block costs, beside what shorter reads would save at most."""
     carry, *rest = summary_inputs(vectors)
-    measured = timing.median_call_us(lambda carry: run(carry, *rest), carry, SUMMARIES, enqueued=8)
+    measured = timing.device_call_us(lambda carry: run(carry, *rest), carry, SUMMARIES)
     moved = 2.0 * HIDDEN * (MOST_SOURCES + 4 * SITES)
     gain = Peer(f"what {SITES} reads of 2 vectors save against 9", saved)
     return Measurement(PHASE_ONE, measured, floor_us(moved), None, (gain,))

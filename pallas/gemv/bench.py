@@ -134,7 +134,7 @@ def measure() -> Iterator[Measurement]:
 
         def time(kind: str, line: Line = line, x: jax.Array = x, weights: tuple = weights) -> float:
             run, calls = runs[line, kind].result(), len(weights) * rounds(len(weights))
-            return timing.median_call_us(lambda carry: run(carry, *weights), x, calls, repeats=5)
+            return timing.device_call_us(lambda carry: run(carry, *weights), x, calls)
 
         name = f"{line.name}, {line.tokens} x {line.inputs} -> {line.outputs}"
         floor = floor_us(float(line.bytes_moved))

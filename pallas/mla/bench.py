@@ -25,8 +25,6 @@ __all__ = ["gate", "measure"]
 
 BEYOND_CACHE = 150e6
 """Bytes of latents that a chain of calls walks over at least."""
-CHAIN_US = 8000.0
-"""Microseconds of work to enqueue at least before the clock is read."""
 
 
 attend_pages = jax.jit(mosaic.attend_pages, static_argnames=("heads", "rank", "scale"))
@@ -275,7 +273,7 @@ def lines() -> list[Line]:
 def example_us(run: Callable, heads: int, tokens: int) -> float:
     """Time of JAX's example kernel."""
     inputs = [normal(i, 1, tokens, heads, OWN + SHARED).astype(jnp.float16) for i in range(3)]
-    return timing.median_call_us(lambda query: run(query, *inputs[1:]), inputs[0], 1, enqueued=2)
+    return timing.device_call_us(lambda query: run(query, *inputs[1:]), inputs[0], 1)
 
 
 BACKENDS = {"prefill": ("CUDNN_ATTENTION", "FLASH_ATTENTION"), "decode": ("FLASH_ATTENTION", "MATMUL")}
@@ -308,9 +306,5 @@ def measure() -> Iterator[Measurement]:
         for line in table:
             run = ready[line.name].result()
             carry, *rest = line.arguments()
-            # Long enough that the start of a chain and the wait for its end do not count.
-            enqueued = max(2, round(CHAIN_US / (line.calls * max(line.floor, 10.0))))
-            time = timing.median_call_us(
-                lambda carry, run=run, rest=rest: run(carry, *rest), carry, line.calls, repeats=5, enqueued=enqueued
-            )
+            time = timing.device_call_us(lambda carry, run=run, rest=rest: run(carry, *rest), carry, line.calls)
             yield Measurement(line.name, time, line.floor, line.goal, (*rivals(line, ready, child), *line.published))

@@ -86,7 +86,7 @@ def measure() -> Iterator[Measurement]:
 
     def time(line: Line, kind: str | None) -> float:
         run, (x, *rest) = runs[line, kind].result(), inputs[line]
-        return timing.median_call_us(lambda carry: run(carry, *rest), x, line.calls, repeats=5, enqueued=3)
+        return timing.device_call_us(lambda carry: run(carry, *rest), x, line.calls)
 
     for line in sorted(LINES, key=lambda line: line.tokens, reverse=True):
         if line.tokens <= SHORT:
