@@ -195,7 +195,13 @@ def latent_dtype(kind: str, dtype: Any) -> Any:
 
 
 def layer_cache(
-    config: K3Config, layer: int, slots: int, pages: int, page_size: int, dtype: Any, kv_cache_dtype: KvCacheDtype
+    config: K3Config,
+    layer: int,
+    slots: int,
+    pages: int,
+    page_size: int,
+    dtype: Any,
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> LayerCache:
     """A zeroed entry for `layer`."""
     if config.is_mla(layer):

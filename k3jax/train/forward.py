@@ -1,7 +1,7 @@
 """The training loss: next-token cross-entropy, rematerialised layer by layer, with routing statistics."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,11 +50,11 @@ class ObservedMoe(LatentMoe):
         )
 
     def __call__(
-        self, x: Float[Array, "*batch D"], forced: Routing | None = None
+        self, x: Float[Array, "*batch D"], forced: Routing | None = None, **where: Any
     ) -> tuple[Float[Array, "*batch D"], Routing]:
-        """The layer's output and routing, counted."""
+        """The layer's output and routing, counted; `where` goes on to the layer."""
         self.count(jax.lax.stop_gradient(x.reshape(-1, x.shape[-1])))
-        return super().__call__(x, forced)
+        return super().__call__(x, forced, **where)
 
 
 def rows_of(ids: Int32[Array, "B T"], pad: int) -> Rows:

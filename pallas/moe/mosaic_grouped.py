@@ -5,7 +5,6 @@ operands of products with N tokens; a third starts the bulk copies. Tokens are o
 any multiple of eight of them and little is padding.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,45 +17,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float32, Int32, UInt8
 
 from pallas.moe import grouped
+from pallas.moe.mosaic_boxes import CONSUMERS, PLANES, SHARED_MEMORY, TILE, Cut, Settings, Walk, plan
 from pallas.moe.mosaic_expand import (
     DEPTH,
     ROWS,
-    SWIZZLED,
     blocks_of_box,
     emulated_expand,
     expand,
     interleave,
     place,
-    scale_layout,
 )
-from pallas.moe.mosaic_stream import GROUPS_OF_SCALES, PACKED_DEPTH, situ
+from pallas.moe.mosaic_stream import PACKED_DEPTH, situ
 from pallas.moe.types import PackedExperts
 from pallas.moe.xla import combine
 from pallas.transposed_store import emulated_store, store
 
 WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 """How activations lie in shared memory: lines of 128 bytes."""
-CONSUMERS = 2
-SHARED_MEMORY = 225_000
-"""Bytes for buffers; barriers and alignment take the rest."""
-PLANES = 2
-TILE = CONSUMERS * ROWS
 BLOCKS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 """Tokens of a block to choose from."""
 COST_OF_A_BLOCK = 24.0
 """What a block costs beside its products, in tokens."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How a grouped kernel is cut."""
-
-    stages: int | None = None
-    """Buffers; None takes as many as fit, four at most."""
-    blocks: int = 132
-    """Thread blocks."""
-    registers: int = 232
-    """Of a thread that computes."""
 
 
 def block_tokens(pairs: int, num_experts: int) -> int:
@@ -82,16 +63,15 @@ def grouped_product(
 
     `finish` maps both products to one array (the output has M columns, interleaved) or to two (2 M columns).
     """
-    box = blocks_of_box(rows.shape[1])
-    width_of_box, packed_width, groups_of_scales = box * DEPTH, box * PACKED_DEPTH, box * GROUPS_OF_SCALES
-    count, tiles, parts = expert.shape[0], weights.shape[2] // TILE, rows.shape[1] // width_of_box
-    columns = rows.shape[0] // count
-    buffer = PLANES * TILE * packed_width + 2 * columns * width_of_box
+    box, count = blocks_of_box(rows.shape[1]), expert.shape[0]
+    columns, tiles = rows.shape[0] // count, weights.shape[2] // TILE
+    buffer = PLANES * TILE * box * PACKED_DEPTH + 2 * columns * box * DEPTH
     stages = settings.stages or min(4, SHARED_MEMORY // buffer)
+    parts = rows.shape[1] // (box * DEPTH)
+    cut = Cut(box=box, columns=columns, tiles=tiles, parts=parts, stages=stages, blocks=settings.blocks)
     emulated = interpret is not None
     put, turn = (emulated_store, emulated_expand) if emulated else (store, expand)
-    layout, boxes_out = plgpu.Layout.WGMMA, blocks_of_box(width)
-    layout_of_box = {"transforms": SWIZZLED} if box == 2 else {}
+    boxes_out = blocks_of_box(width)
 
     def body(
         rows: Any,
@@ -105,47 +85,19 @@ def grouped_product(
         full: Any,
         empty: Any,
     ) -> None:
-        group, block = lax.axis_index("group"), lax.axis_index("block")
-        total = used[0] * tiles
-        items = lax.div(jnp.maximum(total - block + settings.blocks - 1, 0), jnp.int32(settings.blocks))
-
-        def locate(stage: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-            """(slot, block, tile, depth) of a stage."""
-            depth = lax.rem(stage, jnp.int32(parts))
-            item = block + lax.div(stage, jnp.int32(parts)) * settings.blocks
-            item = jnp.maximum(jnp.minimum(item, total - 1), 0)
-            slot = lax.rem(stage, jnp.int32(stages))
-            return slot, lax.div(item, jnp.int32(tiles)), lax.rem(item, jnp.int32(tiles)), depth
+        group = lax.axis_index("group")
+        walk = Walk(cut, used, expert)
 
         @pl.when(group == CONSUMERS)
         def _produce() -> None:
-            plgpu.set_max_registers(40, action="decrease")
-
-            def fetch(stage: jax.Array, _: None) -> None:
-                slot, at, tile, depth = locate(stage)
-                pl.when(stage >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                there = pl.ds(tile * TILE, TILE), pl.ds(depth * packed_width, packed_width)
-                for plane in range(PLANES):
-                    source = weights.at[expert[at] * PLANES + plane, *there]
-                    plgpu.copy_gmem_to_smem(source, packed.at[slot, plane], full.at[slot])
-                source = rows.at[pl.ds(at * columns, columns), pl.ds(depth * width_of_box, width_of_box)]
-                plgpu.copy_gmem_to_smem(source, inputs.at[slot], full.at[slot])
-
-            def drain(stage: jax.Array, _: None) -> None:
-                pl.when(stage >= stages)(lambda: plgpu.barrier_wait(empty.at[lax.rem(stage, jnp.int32(stages))]))
-
-            lax.fori_loop(0, items * parts, fetch, None)
-            lax.fori_loop(items * parts, items * parts + stages, drain, None)
+            walk.produce(weights, rows, packed, inputs, full, empty)
 
         @pl.when(group < CONSUMERS)
         def _consume() -> None:
             plgpu.set_max_registers(settings.registers, action="increase")
 
             def scales(stage: jax.Array) -> tuple[jax.Array, ...]:
-                _, at, tile, depth = locate(stage)
-                there = pl.ds(tile * TILE + group * ROWS, ROWS), pl.ds(depth * groups_of_scales, groups_of_scales)
-                loads = (scale.at[expert[at], plane, *there] for plane in range(PLANES))
-                return tuple(plgpu.load(x, layout=scale_layout(box), optimized=False).astype(jnp.int32) for x in loads)
+                return walk.scales(scale, group, stage)
 
             def operands(slot: jax.Array, loaded: tuple) -> Iterator[tuple[int, jax.Array, Any]]:
                 """(plane, weights in registers, activations) of a buffer that has arrived."""
@@ -190,22 +142,12 @@ def grouped_product(
 
             def tile(item: jax.Array, loaded: tuple) -> tuple:
                 sums, following = (emulated_products if emulated else products)(item, loaded)
-                _, at, tile, _ = locate(item * parts)
-                results = finish(*sums)
-                for plane, value in enumerate(results):
-                    first, offset, moved = plane * tiles * TILE + tile * TILE, group * ROWS, None
-                    if len(results) == 1 and boxes_out == 2:
-                        # Two tiles share a box of the interleaved output.
-                        offset += lax.rem(tile, jnp.int32(2)) * TILE
-                        first = lax.div(tile, jnp.int32(2)) * 2 * TILE
-                    if len(results) == 1:
-                        moved = partial(place, blocks=boxes_out)
-                    wide = TILE * (boxes_out if len(results) == 1 else 1)
-                    target = out.at[pl.ds(at * columns, columns), pl.ds(first, wide)]
-                    put(target, None, offset, value.astype(jnp.bfloat16), layout, moved)
+                _, at, tile, _ = walk.locate(item * parts)
+                moved = partial(place, blocks=boxes_out)
+                walk.store(finish(*sums), out, at, tile, group, boxes_out, put, moved)
                 return following
 
-            lax.fori_loop(0, items, tile, scales(jnp.int32(0)))
+            lax.fori_loop(0, walk.items, tile, scales(jnp.int32(0)))
 
     kernel = plgpu.kernel(
         body,
@@ -214,12 +156,7 @@ def grouped_product(
         grid_names=("block",),
         num_threads=CONSUMERS + 1,
         thread_name="group",
-        scratch_types=(
-            plgpu.SMEM((stages, PLANES, TILE, packed_width), jnp.uint8, **layout_of_box),
-            plgpu.SMEM((stages, columns, width_of_box), jnp.bfloat16, transforms=WIDE),
-            plgpu.Barrier(num_arrivals=PLANES + 1, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-        ),
+        scratch_types=cut.scratch(jnp.bfloat16, WIDE),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, approx_math=True
         ),
@@ -246,11 +183,9 @@ def experts(
     num_experts, _, inner = experts.gate_up_packed.shape[:3]
     latent = x.shape[1]
     size = block_tokens(ids.size, num_experts)
-    # Slots without an expert form a last group, whose blocks are not run.
-    order = grouped.plan(jnp.where(ids < 0, num_experts, ids), num_experts + 1, size)
-    used = jnp.sum(order.filled.reshape(-1, size)[:, 0] & (order.expert < num_experts)).astype(jnp.int32).reshape(1)
+    order, used = plan(ids, num_experts, size)
     rows = grouped.dispatch(interleave(x), order)
-    cut = settings or Settings()
+    settings = settings or Settings()
     hidden = grouped_product(
         rows,
         experts.gate_up_packed,
@@ -259,7 +194,7 @@ def experts(
         used,
         lambda gate, up: (situ(gate, up, beta, linear_beta),),
         inner,
-        cut,
+        settings,
         "moe_grouped_up",
         interpret,
     )
@@ -272,7 +207,7 @@ def experts(
         used,
         lambda lower, upper: (lower, upper),
         latent,
-        cut,
+        settings,
         "moe_grouped_down",
         interpret,
     )

@@ -7,7 +7,6 @@ token's: e4m3 has exponents enough, what a token's largest exceeds more than 2^1
 the tensor cores, which keep about 14 bits of them.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,27 +20,16 @@ from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int32, UInt8
 
 from pallas.moe import grouped, mxfp8
 from pallas.moe import mosaic_mxfp8_expand as operands
-from pallas.moe.mosaic_expand import DEPTH, ROWS, SWIZZLED, blocks_of_box, scale_layout
-from pallas.moe.mosaic_grouped import CONSUMERS, PLANES, SHARED_MEMORY, TILE, block_tokens
-from pallas.moe.mosaic_stream import situ
+from pallas.moe.mosaic_boxes import CONSUMERS, PLANES, SHARED_MEMORY, TILE, Cut, Settings, Walk, plan
+from pallas.moe.mosaic_expand import DEPTH, ROWS, blocks_of_box
+from pallas.moe.mosaic_grouped import block_tokens
+from pallas.moe.mosaic_stream import PACKED_DEPTH, situ
 from pallas.moe.types import PackedExperts
 from pallas.moe.xla import combine
 from pallas.transposed_store import emulated_store, store
 
 WIDE = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
 """How activations lie in shared memory: lines of 128 bytes."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How a grouped kernel is cut."""
-
-    stages: int | None = None
-    """Buffers; None takes as many as fit, four at most."""
-    blocks: int = 132
-    """Thread blocks."""
-    registers: int = 232
-    """Of a thread that computes."""
 
 
 def grouped_product(
@@ -61,11 +49,12 @@ def grouped_product(
 
     `finish` maps both products to one array (the output has M columns, interleaved) or to two (2 M columns).
     """
-    box = blocks_of_box(rows.shape[1])
-    depth_of_box, packed_width, groups = box * DEPTH, box * DEPTH // 2, box * DEPTH // 32
-    count, tiles, parts = expert.shape[0], weights.shape[2] // TILE, rows.shape[1] // depth_of_box
-    columns = rows.shape[0] // count
-    stages = settings.stages or min(4, SHARED_MEMORY // (PLANES * TILE * packed_width + columns * depth_of_box))
+    box, count = blocks_of_box(rows.shape[1]), expert.shape[0]
+    columns, tiles = rows.shape[0] // count, weights.shape[2] // TILE
+    buffer = PLANES * TILE * box * PACKED_DEPTH + columns * box * DEPTH
+    stages = settings.stages or min(4, SHARED_MEMORY // buffer)
+    parts = rows.shape[1] // (box * DEPTH)
+    cut = Cut(box=box, columns=columns, tiles=tiles, parts=parts, stages=stages, blocks=settings.blocks)
     emulated = interpret is not None
     put = emulated_store if emulated else store
     turn = operands.emulated_expand if emulated else operands.expand
@@ -86,46 +75,19 @@ def grouped_product(
         full: Any,
         empty: Any,
     ) -> None:
-        group, block = lax.axis_index("group"), lax.axis_index("block")
-        total = used[0] * tiles
-        items = lax.div(jnp.maximum(total - block + settings.blocks - 1, 0), jnp.int32(settings.blocks))
-
-        def locate(stage: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-            """(slot, block, tile, box) of a stage."""
-            item = block + lax.div(stage, jnp.int32(parts)) * settings.blocks
-            item = jnp.maximum(jnp.minimum(item, total - 1), 0)
-            slot, at = lax.rem(stage, jnp.int32(stages)), lax.div(item, jnp.int32(tiles))
-            return slot, at, lax.rem(item, jnp.int32(tiles)), lax.rem(stage, jnp.int32(parts))
+        group = lax.axis_index("group")
+        walk = Walk(cut, used, expert)
 
         @pl.when(group == CONSUMERS)
         def _produce() -> None:
-            plgpu.set_max_registers(40, action="decrease")
-
-            def fetch(stage: jax.Array, _: None) -> None:
-                slot, at, tile, depth = locate(stage)
-                pl.when(stage >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                there = pl.ds(tile * TILE, TILE), pl.ds(depth * packed_width, packed_width)
-                for plane in range(PLANES):
-                    source = weights.at[expert[at] * PLANES + plane, *there]
-                    plgpu.copy_gmem_to_smem(source, packed.at[slot, plane], full.at[slot])
-                source = rows.at[pl.ds(at * columns, columns), pl.ds(depth * depth_of_box, depth_of_box)]
-                plgpu.copy_gmem_to_smem(source, inputs.at[slot], full.at[slot])
-
-            def drain(stage: jax.Array, _: None) -> None:
-                pl.when(stage >= stages)(lambda: plgpu.barrier_wait(empty.at[lax.rem(stage, jnp.int32(stages))]))
-
-            lax.fori_loop(0, items * parts, fetch, None)
-            lax.fori_loop(items * parts, items * parts + stages, drain, None)
+            walk.produce(weights, rows, packed, inputs, full, empty)
 
         @pl.when(group < CONSUMERS)
         def _consume() -> None:
             plgpu.set_max_registers(settings.registers, action="increase")
 
             def scales(stage: jax.Array) -> tuple[jax.Array, ...]:
-                _, at, tile, depth = locate(stage)
-                there = pl.ds(tile * TILE + group * ROWS, ROWS), pl.ds(depth * groups, groups)
-                loads = (scale.at[expert[at], plane, *there] for plane in range(PLANES))
-                return tuple(plgpu.load(x, layout=scale_layout(box), optimized=False).astype(jnp.int32) for x in loads)
+                return walk.scales(scale, group, stage)
 
             def pairs(slot: jax.Array, levels: tuple[jax.Array, ...]) -> Any:
                 """(plane, weights in registers, activations) of a buffer that has arrived."""
@@ -167,25 +129,15 @@ def grouped_product(
                 zeros = jnp.zeros((ROWS, columns), jnp.float32)
                 start = zeros if emulated else plgpu.layout_cast(zeros, layout)
                 sums, following = lax.fori_loop(0, parts, partial(one, item), ((start,) * PLANES, loaded))
-                _, at, tile, _ = locate(item * parts)
+                _, at, tile, _ = walk.locate(item * parts)
                 there = unit.at[pl.ds(at * columns, columns)]
                 counts = there[...] if emulated else plgpu.load(there, layout=layout.reduce(0), optimized=False)
                 counts = lax.broadcast_in_dim(counts * operands.CODE_UNIT, (ROWS, columns), (1,))
-                results = finish(*(x * counts for x in sums))
-                for plane, value in enumerate(results):
-                    first, offset, moved = plane * tiles * TILE + tile * TILE, group * ROWS, None
-                    if len(results) == 1 and boxes_out == 2:
-                        # Two tiles share a box of the interleaved output.
-                        offset += lax.rem(tile, jnp.int32(2)) * TILE
-                        first = lax.div(tile, jnp.int32(2)) * 2 * TILE
-                    if len(results) == 1:
-                        moved = partial(operands.place, blocks=boxes_out)
-                    wide = TILE * (boxes_out if len(results) == 1 else 1)
-                    target = out.at[pl.ds(at * columns, columns), pl.ds(first, wide)]
-                    put(target, None, offset, value.astype(jnp.bfloat16), layout, moved)
+                moved = partial(operands.place, blocks=boxes_out)
+                walk.store(finish(*(x * counts for x in sums)), out, at, tile, group, boxes_out, put, moved)
                 return following
 
-            lax.fori_loop(0, items, tile, scales(jnp.int32(0)))
+            lax.fori_loop(0, walk.items, tile, scales(jnp.int32(0)))
 
     kernel = plgpu.kernel(
         body,
@@ -194,14 +146,7 @@ def grouped_product(
         grid_names=("block",),
         num_threads=CONSUMERS + 1,
         thread_name="group",
-        scratch_types=(
-            plgpu.SMEM(
-                (stages, PLANES, TILE, packed_width), jnp.uint8, **({"transforms": SWIZZLED} if box == 2 else {})
-            ),
-            plgpu.SMEM((stages, columns, depth_of_box), operands.E4M3, transforms=WIDE),
-            plgpu.Barrier(num_arrivals=PLANES + 1, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-        ),
+        scratch_types=cut.scratch(operands.E4M3, WIDE),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, approx_math=True
         ),
@@ -235,9 +180,7 @@ def experts(
     num_experts, _, inner = experts.gate_up_packed.shape[:3]
     latent = x.shape[1]
     size = block_tokens(ids.size, num_experts)
-    # Slots without an expert form a last group, whose blocks are not run.
-    order = grouped.plan(jnp.where(ids < 0, num_experts, ids), num_experts + 1, size)
-    used = jnp.sum(order.filled.reshape(-1, size)[:, 0] & (order.expert < num_experts)).astype(jnp.int32).reshape(1)
+    order, used = plan(ids, num_experts, size)
     run = partial(grouped_product, expert=order.expert, used=used, settings=settings or Settings(), interpret=interpret)
     tokens = mxfp8.quantize(x, latent)
     up = partial(run, finish=lambda gate, up: (situ(gate, up, beta, linear_beta),), width=inner, name="moe_mxfp8_up")
