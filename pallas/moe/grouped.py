@@ -61,6 +61,14 @@ def plan(ids: Int32[Array, "N k"], num_experts: int, block: int) -> Plan:
     return Plan(row.reshape(ids.shape), order[sorted_place], filled, expert)
 
 
+def plan_used(ids: Int32[Array, "N k"], num_experts: int, size: int) -> tuple[Plan, Int32[Array, "1"]]:
+    """(plan in blocks of `size`, blocks that hold any row); slots without an expert (-1) are not run."""
+    # They form a last group.
+    order = plan(jnp.where(ids < 0, num_experts, ids), num_experts + 1, size)
+    used = jnp.sum(order.filled.reshape(-1, size)[:, 0] & (order.expert < num_experts)).astype(jnp.int32)
+    return order, used.reshape(1)
+
+
 @jax.custom_vjp
 def dispatch(x: Shaped[Array, "N L"], plan: Plan) -> Shaped[Array, "rows L"]:
     """The input of every row; zeros in padding rows."""

@@ -5,7 +5,7 @@ inputs. One warpgroup fetches boxes into a ring of buffers, two multiply them.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,10 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Int32
 
-from pallas.moe import grouped
-from pallas.moe.mosaic_expand import DEPTH, ROWS, SWIZZLED, scale_layout
+from pallas.moe.mosaic_expand import DEPTH, ROWS, SWIZZLED, blocks_of_box, scale_layout
 from pallas.moe.mosaic_stream import GROUPS_OF_SCALES, PACKED_DEPTH
 
 CONSUMERS = 2
@@ -51,6 +49,20 @@ class Cut:
     """Boxes of the whole depth."""
     stages: int
     blocks: int
+
+    @classmethod
+    def of(cls, rows: jax.Array, weights: jax.Array, blocks_of_rows: int, settings: Settings) -> "Cut":
+        """The sizes for `rows` in so many blocks, and [E, 2, M, K / 2] weights."""
+        box, columns = blocks_of_box(rows.shape[1]), rows.shape[0] // blocks_of_rows
+        buffer = PLANES * TILE * box * PACKED_DEPTH + rows.dtype.itemsize * columns * box * DEPTH
+        return cls(
+            box=box,
+            columns=columns,
+            tiles=weights.shape[2] // TILE,
+            parts=rows.shape[1] // (box * DEPTH),
+            stages=settings.stages or min(4, SHARED_MEMORY // buffer),
+            blocks=settings.blocks,
+        )
 
     @property
     def depth(self) -> int:
@@ -117,6 +129,16 @@ class Walk:
         layout = scale_layout(self.cut.box)
         return tuple(plgpu.load(x, layout=layout, optimized=False).astype(jnp.int32) for x in loads)
 
+    def operands(
+        self, packed: Any, inputs: Any, group: jax.Array, slot: jax.Array, loaded: tuple, turn: Callable[..., jax.Array]
+    ) -> Iterator[tuple[int, jax.Array, Any]]:
+        """(plane, weights in registers, activations) of a buffer that has arrived; `turn` expands codes."""
+        for block in range(self.cut.box):
+            for plane in range(PLANES):
+                source = packed.at[slot, plane, pl.ds(group * ROWS, ROWS)]
+                right = inputs.at[slot, :, pl.ds(block * DEPTH, DEPTH)]
+                yield plane, turn(source, loaded[plane], self.cut.box, block), right
+
     def store(
         self,
         results: tuple[jax.Array, ...],
@@ -139,11 +161,3 @@ class Walk:
             wide = TILE * (boxes_out if one else 1)
             target = out.at[pl.ds(at * cut.columns, cut.columns), pl.ds(first, wide)]
             put(target, None, offset, value.astype(jnp.bfloat16), plgpu.Layout.WGMMA, moved if one else None)
-
-
-def plan(ids: Int32[Array, "N k"], num_experts: int, size: int) -> tuple[grouped.Plan, Int32[Array, "1"]]:
-    """(order of the rows in blocks of `size`, blocks that hold any); slots without an expert are not run."""
-    # They form a last group.
-    order = grouped.plan(jnp.where(ids < 0, num_experts, ids), num_experts + 1, size)
-    used = jnp.sum(order.filled.reshape(-1, size)[:, 0] & (order.expert < num_experts)).astype(jnp.int32)
-    return order, used.reshape(1)

@@ -5,7 +5,7 @@ operands of products with N tokens; a third starts the bulk copies. Tokens are o
 any multiple of eight of them and little is padding.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float32, Int32, UInt8
 
 from pallas.moe import grouped
-from pallas.moe.mosaic_boxes import CONSUMERS, PLANES, SHARED_MEMORY, TILE, Cut, Settings, Walk, plan
+from pallas.moe.mosaic_boxes import CONSUMERS, PLANES, TILE, Cut, Settings, Walk
 from pallas.moe.mosaic_expand import (
-    DEPTH,
     ROWS,
     blocks_of_box,
     emulated_expand,
@@ -27,7 +26,7 @@ from pallas.moe.mosaic_expand import (
     interleave,
     place,
 )
-from pallas.moe.mosaic_stream import PACKED_DEPTH, situ
+from pallas.moe.mosaic_stream import situ
 from pallas.moe.types import PackedExperts
 from pallas.moe.xla import combine
 from pallas.transposed_store import emulated_store, store
@@ -63,12 +62,8 @@ def grouped_product(
 
     `finish` maps both products to one array (the output has M columns, interleaved) or to two (2 M columns).
     """
-    box, count = blocks_of_box(rows.shape[1]), expert.shape[0]
-    columns, tiles = rows.shape[0] // count, weights.shape[2] // TILE
-    buffer = PLANES * TILE * box * PACKED_DEPTH + 2 * columns * box * DEPTH
-    stages = settings.stages or min(4, SHARED_MEMORY // buffer)
-    parts = rows.shape[1] // (box * DEPTH)
-    cut = Cut(box=box, columns=columns, tiles=tiles, parts=parts, stages=stages, blocks=settings.blocks)
+    cut = Cut.of(rows, weights, expert.shape[0], settings)
+    columns, tiles, parts, stages = cut.columns, cut.tiles, cut.parts, cut.stages
     emulated = interpret is not None
     put, turn = (emulated_store, emulated_expand) if emulated else (store, expand)
     boxes_out = blocks_of_box(width)
@@ -99,14 +94,6 @@ def grouped_product(
             def scales(stage: jax.Array) -> tuple[jax.Array, ...]:
                 return walk.scales(scale, group, stage)
 
-            def operands(slot: jax.Array, loaded: tuple) -> Iterator[tuple[int, jax.Array, Any]]:
-                """(plane, weights in registers, activations) of a buffer that has arrived."""
-                for block in range(box):
-                    for plane in range(PLANES):
-                        source = packed.at[slot, plane, pl.ds(group * ROWS, ROWS)]
-                        right = inputs.at[slot, :, pl.ds(block * DEPTH, DEPTH)]
-                        yield plane, turn(source, loaded[plane], box, block), right
-
             def products(item: jax.Array, first: tuple) -> tuple:
                 def scope(*sums: Any) -> tuple:
                     def one(index: jax.Array, loaded: tuple) -> tuple:
@@ -114,7 +101,7 @@ def grouped_product(
                         slot = lax.rem(stage, jnp.int32(stages))
                         following = scales(stage + 1)
                         plgpu.barrier_wait(full.at[slot])
-                        for plane, left, right in operands(slot, loaded):
+                        for plane, left, right in walk.operands(packed, inputs, group, slot, loaded, turn):
                             plgpu.wgmma(sums[plane], left, right.transpose((1, 0)))
                             plgpu.wgmma_wait(1)  # more operands at a time do not fit in registers
                         plgpu.wgmma_wait(0)
@@ -133,7 +120,7 @@ def grouped_product(
                     slot = lax.rem(stage, jnp.int32(stages))
                     following = scales(stage + 1)
                     plgpu.barrier_wait(full.at[slot])
-                    for plane, left, right in operands(slot, loaded):
+                    for plane, left, right in walk.operands(packed, inputs, group, slot, loaded, turn):
                         sums[plane] += jnp.dot(left, right[...].T, preferred_element_type=jnp.float32)
                     plgpu.barrier_arrive(empty.at[slot])
                     return tuple(sums), following
@@ -183,7 +170,7 @@ def experts(
     num_experts, _, inner = experts.gate_up_packed.shape[:3]
     latent = x.shape[1]
     size = block_tokens(ids.size, num_experts)
-    order, used = plan(ids, num_experts, size)
+    order, used = grouped.plan_used(ids, num_experts, size)
     rows = grouped.dispatch(interleave(x), order)
     settings = settings or Settings()
     hidden = grouped_product(

@@ -20,10 +20,10 @@ from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int32, UInt8
 
 from pallas.moe import grouped, mxfp8
 from pallas.moe import mosaic_mxfp8_expand as operands
-from pallas.moe.mosaic_boxes import CONSUMERS, PLANES, SHARED_MEMORY, TILE, Cut, Settings, Walk, plan
+from pallas.moe.mosaic_boxes import CONSUMERS, PLANES, TILE, Cut, Settings, Walk
 from pallas.moe.mosaic_expand import DEPTH, ROWS, blocks_of_box
 from pallas.moe.mosaic_grouped import block_tokens
-from pallas.moe.mosaic_stream import PACKED_DEPTH, situ
+from pallas.moe.mosaic_stream import situ
 from pallas.moe.types import PackedExperts
 from pallas.moe.xla import combine
 from pallas.transposed_store import emulated_store, store
@@ -49,12 +49,8 @@ def grouped_product(
 
     `finish` maps both products to one array (the output has M columns, interleaved) or to two (2 M columns).
     """
-    box, count = blocks_of_box(rows.shape[1]), expert.shape[0]
-    columns, tiles = rows.shape[0] // count, weights.shape[2] // TILE
-    buffer = PLANES * TILE * box * PACKED_DEPTH + columns * box * DEPTH
-    stages = settings.stages or min(4, SHARED_MEMORY // buffer)
-    parts = rows.shape[1] // (box * DEPTH)
-    cut = Cut(box=box, columns=columns, tiles=tiles, parts=parts, stages=stages, blocks=settings.blocks)
+    cut = Cut.of(rows, weights, expert.shape[0], settings)
+    columns, tiles, parts, stages = cut.columns, cut.tiles, cut.parts, cut.stages
     emulated = interpret is not None
     put = emulated_store if emulated else store
     turn = operands.emulated_expand if emulated else operands.expand
@@ -89,17 +85,9 @@ def grouped_product(
             def scales(stage: jax.Array) -> tuple[jax.Array, ...]:
                 return walk.scales(scale, group, stage)
 
-            def pairs(slot: jax.Array, levels: tuple[jax.Array, ...]) -> Any:
-                """(plane, weights in registers, activations) of a buffer that has arrived."""
-                for half in range(box):
-                    for plane in range(PLANES):
-                        source = packed.at[slot, plane, pl.ds(group * ROWS, ROWS)]
-                        right = inputs.at[slot, :, pl.ds(half * DEPTH, DEPTH)]
-                        yield plane, turn(source, levels[plane], box, half), right
-
             def products(slot: jax.Array, levels: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 def scope(*sums: Any) -> tuple[jax.Array, ...]:
-                    for plane, left, right in pairs(slot, levels):
+                    for plane, left, right in walk.operands(packed, inputs, group, slot, levels, turn):
                         plgpu.wgmma(sums[plane], left, right.transpose((1, 0)))
                         plgpu.wgmma_wait(1)  # more operands at a time do not fit in registers
                     plgpu.wgmma_wait(0)
@@ -109,7 +97,7 @@ def grouped_product(
 
             def emulated_products(slot: jax.Array, levels: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 sums = [jnp.zeros((ROWS, columns), jnp.float32)] * PLANES
-                for plane, left, right in pairs(slot, levels):
+                for plane, left, right in walk.operands(packed, inputs, group, slot, levels, turn):
                     left, right = left.astype(jnp.float32), right[...].astype(jnp.float32)
                     sums[plane] += jnp.dot(left, right.T, precision=lax.Precision.HIGHEST)
                 return tuple(sums)
@@ -119,7 +107,7 @@ def grouped_product(
                 stage = item * parts + index
                 slot = lax.rem(stage, jnp.int32(stages))
                 following = scales(stage + 1)
-                levels, factors = zip(*(level_of(x, box) for x in loaded), strict=True)
+                levels, factors = zip(*(level_of(x, cut.box) for x in loaded), strict=True)
                 plgpu.barrier_wait(full.at[slot])
                 found = (emulated_products if emulated else products)(slot, levels)
                 plgpu.barrier_arrive(empty.at[slot])
@@ -180,7 +168,7 @@ def experts(
     num_experts, _, inner = experts.gate_up_packed.shape[:3]
     latent = x.shape[1]
     size = block_tokens(ids.size, num_experts)
-    order, used = plan(ids, num_experts, size)
+    order, used = grouped.plan_used(ids, num_experts, size)
     run = partial(grouped_product, expert=order.expert, used=used, settings=settings or Settings(), interpret=interpret)
     tokens = mxfp8.quantize(x, latent)
     up = partial(run, finish=lambda gate, up: (situ(gate, up, beta, linear_beta),), width=inner, name="moe_mxfp8_up")

@@ -97,9 +97,7 @@ def run(
     num_experts, _, inner = experts.gate_up_packed.shape[:3]
     cut = settings or Settings()
     size = cut.tokens or block_tokens(ids.size, num_experts)
-    # Slots without an expert form a last group, whose blocks are not run.
-    order = grouped.plan(jnp.where(ids < 0, num_experts, ids), num_experts + 1, size)
-    used = jnp.sum(order.filled.reshape(-1, size)[:, 0] & (order.expert < num_experts)).astype(jnp.int32).reshape(1)
+    order, used = grouped.plan_used(ids, num_experts, size)
     product = partial(_product, order=order, used=used, cut=cut, scalars=(beta, linear_beta), capability=capability)
     tokens = [grouped.dispatch(part, order) for part in _operands(x, activations)]
     hidden = product(tokens, experts.gate_up_packed, experts.gate_up_scale, inner, 2)
