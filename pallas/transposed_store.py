@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, scf, vector
+from jaxlib.mlir.dialects import arith, memref, scf
+
+from pallas import inline
 
 
 def store(out: Any, target: Any, offset: Any, value: jax.Array, layout: Any, place: Callable | None = None) -> None:
@@ -24,7 +26,7 @@ def store(out: Any, target: Any, offset: Any, value: jax.Array, layout: Any, pla
     @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), layout, layout, layout))
     def run(_: Any, refs: tuple, row: Any, column: Any, value: Any) -> None:
         kind, rows = ir.IndexType.get(), ir.MemRefType(refs[0].type).shape[0]
-        for r, c, v in zip(*(_scalars(x.registers) for x in (row, column, value)), strict=True):
+        for r, c, v in zip(*(inline.elements(x.registers) for x in (row, column, value)), strict=True):
             r, c = arith.index_cast(kind, r), arith.index_cast(kind, c)
             if len(refs) == 1 and rows >= value.shape[1]:
                 memref.store(v, refs[0], [r, c])
@@ -43,15 +45,6 @@ def store(out: Any, target: Any, offset: Any, value: jax.Array, layout: Any, pla
                 scf.yield_([])
 
     run(refs, row, column if place is None else place(column), value)
-
-
-def _scalars(registers: Any) -> Any:
-    for register in registers.flat:
-        if not isinstance(register.type, ir.VectorType):
-            yield register
-            continue
-        for index in range(ir.VectorType(register.type).shape[0]):
-            yield vector.extract(register, dynamic_position=[], static_position=[index])
 
 
 def emulated_store(

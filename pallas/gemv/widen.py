@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
+from pallas import inline
 from pallas.gemv.int8 import BOX, restore
 
 ROWS = 64
@@ -24,11 +25,6 @@ SWIZZLED = (plgpu.TilingTransform((8, BOX)), plgpu.SwizzleTransform(128))
 HALF = BOX // 2
 BYTES = 16
 """Read at a time: the codes of four products of 16 inputs."""
-
-
-def _i32(value: int) -> ir.Value:
-    kind = ir.IntegerType.get_signless(32)
-    return arith.constant(kind, ir.IntegerAttr.get(kind, value if value < 1 << 31 else value - (1 << 32)))
 
 
 def _pair(word: ir.Value, high: bool) -> ir.Value:
@@ -56,18 +52,18 @@ def widen(codes: Any, half: int) -> jax.Array:
     )
     def run(_: Any, source: ir.Value) -> Any:
         i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
-        thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
-        warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
-        row, member = arith.divui(lane, _i32(4)), arith.remui(lane, _i32(4))
-        chunk = arith.xori(arith.addi(arith.muli(member, _i32(2)), _i32(half)), row)
-        first = arith.addi(arith.muli(warp, _i32(16 * BOX)), arith.muli(row, _i32(BOX)))
-        first = arith.addi(first, arith.muli(chunk, _i32(BYTES)))
+        thread = arith.remui(mgpu.utils.thread_idx(), inline.i32(128))
+        warp, lane = arith.divui(thread, inline.i32(32)), arith.remui(thread, inline.i32(32))
+        row, member = arith.divui(lane, inline.i32(4)), arith.remui(lane, inline.i32(4))
+        chunk = arith.xori(arith.addi(arith.muli(member, inline.i32(2)), inline.i32(half)), row)
+        first = arith.addi(arith.muli(warp, inline.i32(16 * BOX)), arith.muli(row, inline.i32(BOX)))
+        first = arith.addi(first, arith.muli(chunk, inline.i32(BYTES)))
         layout, pair = mgpu.WGMMA_LAYOUT, ir.VectorType.get((2,), ir.BF16Type.get())
         registers = np.empty(layout.registers_shape((ROWS, HALF)), dtype=object)
         flat = registers.reshape(HALF // 8, 2)
         pointer = mgpu.utils.memref_ptr(source)
         for lower in range(2):
-            address = mgpu.utils.getelementptr(pointer, [arith.addi(first, _i32(lower * 8 * BOX))], i8)
+            address = mgpu.utils.getelementptr(pointer, [arith.addi(first, inline.i32(lower * 8 * BOX))], i8)
             words = llvm.load(ir.VectorType.get((4,), i32), address, alignment=BYTES)
             for step in range(4):
                 word = vector.extract(words, dynamic_position=[], static_position=[step])

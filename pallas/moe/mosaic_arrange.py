@@ -15,6 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf
 from jaxtyping import Array, BFloat16, Int32
 
+from pallas import inline
 from pallas.moe.mosaic_pair import COLUMNS, E4M3, TOKENS, Pairs
 from pallas.moe.mosaic_quantize import (
     THREADS,
@@ -83,38 +84,34 @@ def _arrange(x: Any, ids: Any, outputs: tuple, scratch: tuple, number: jax.Array
     def run(_: Any, *args: Any) -> None:
         x, ids, expert, used, pair, rows, unit, masks, words, largest, number = args
         number = number.registers.item()
-        thread = arith.remui(mgpu.utils.thread_idx(), _i32(THREADS))
+        thread = arith.remui(mgpu.utils.thread_idx(), inline.i32(THREADS))
         chosen = mgpu.utils.memref_ptr(ids)
-        _mark(chosen, _shared(masks), thread, ids.type.shape[0] * k, masks.type.shape[0] // THREADS, k)
-        _find(_shared(masks), _shared(words), thread, number, masks.type.shape[0] // THREADS, ids.type.shape[0])
-        who, bits, count = (memref.load(words, [_index(_i32(WARPS + i))]) for i in range(3))
-        only = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(thread, number), _i32(0))
-        some = arith.cmpi(arith.CmpIPredicate.sgt, count, _i32(0))
-        _store_if(only, count, used, [_index(_i32(0))])
-        _store_if(only, arith.select(some, who, _i32(0)), expert, [_index(_i32(0))])  # is read whatever there is
+        _mark(chosen, inline.shared_address(masks), thread, ids.type.shape[0] * k, masks.type.shape[0] // THREADS, k)
+        _find(
+            inline.shared_address(masks),
+            inline.shared_address(words),
+            thread,
+            number,
+            masks.type.shape[0] // THREADS,
+            ids.type.shape[0],
+        )
+        who, bits, count = (memref.load(words, [inline.index(inline.i32(WARPS + i))]) for i in range(3))
+        only = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(thread, number), inline.i32(0))
+        some = arith.cmpi(arith.CmpIPredicate.sgt, count, inline.i32(0))
+        _store_if(only, count, used, [inline.index(inline.i32(0))])
+        _store_if(
+            only, arith.select(some, who, inline.i32(0)), expert, [inline.index(inline.i32(0))]
+        )  # is read whatever there is
         real = scf.IfOp(arith.cmpi(arith.CmpIPredicate.slt, number, count))
         with ir.InsertionPoint(real.then_block):
-            first = arith.cmpi(arith.CmpIPredicate.eq, thread, _i32(0))
-            _store_if(first, who, expert, [_index(number)])
+            first = arith.cmpi(arith.CmpIPredicate.eq, thread, inline.i32(0))
+            _store_if(first, who, expert, [inline.index(number)])
             tokens = _tokens(bits)
             _pairs_of_block(chosen, mgpu.utils.memref_ptr(pair), tokens, who, number, thread, k)
             _fill(x, rows, unit, largest, tokens, number, thread)
             scf.yield_([])
 
     run(*refs, number)
-
-
-def _i32(value: int) -> ir.Value:
-    kind = ir.IntegerType.get_signless(32)
-    return arith.constant(kind, ir.IntegerAttr.get(kind, value))
-
-
-def _index(value: ir.Value) -> ir.Value:
-    return arith.index_cast(ir.IndexType.get(), value)
-
-
-def _shared(ref: Any) -> ir.Value:
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
 
 
 def _ptx(text: str, constraints: str, *operands: ir.Value) -> None:
@@ -186,7 +183,7 @@ def _tokens(bits: ir.Value) -> list[ir.Value]:
     for _ in range(TOKENS):
         text = ".reg .b32 r; .reg .pred p; brev.b32 r, $1; clz.b32 $0, r; setp.eq.u32 p, $1, 0; selp.b32 $0, -1, $0, p;"
         found.append(_value(text, "=&r,r", bits))
-        bits = arith.andi(bits, arith.subi(bits, _i32(1)))
+        bits = arith.andi(bits, arith.subi(bits, inline.i32(1)))
     return found
 
 
@@ -212,21 +209,25 @@ def _fill(
     width = x.type.shape[1]
     vectors = width // 8
     source, target = mgpu.utils.memref_ptr(x), mgpu.utils.memref_ptr(rows)
-    known = [arith.maxsi(token, _i32(0)) for token in tokens]
-    firsts = [arith.muli(token, _i32(vectors)) for token in known]
+    known = [arith.maxsi(token, inline.i32(0)) for token in tokens]
+    firsts = [arith.muli(token, inline.i32(vectors)) for token in known]
     leave_maxima(source, largest, firsts, vectors, thread)
     mgpu.utils.warpgroup_barrier()
     for column, token in enumerate(tokens):
         exponent = exponent_of(largest, column, thread)
         write_unit(unit, [number, column], thread, exponent)
         scale = scale_of(exponent[0])
-        there = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, token, _i32(0)))
+        there = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, token, inline.i32(0)))
         with ir.InsertionPoint(there.then_block):
             for vector, inside in vectors_of(thread, vectors, THREADS):
                 with inside:
                     parts = pairs_of(load(source, arith.addi(vector, firsts[column])), scale)
                     _store(
-                        target, vector, arith.addi(arith.muli(number, _i32(COLUMNS)), _i32(2 * column)), width, parts
+                        target,
+                        vector,
+                        arith.addi(arith.muli(number, inline.i32(COLUMNS)), inline.i32(2 * column)),
+                        width,
+                        parts,
                     )
             scf.yield_([])
 

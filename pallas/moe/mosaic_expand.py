@@ -20,6 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 from jaxtyping import Array, Float
 
+from pallas import inline
 from pallas.moe.mxfp4 import dequantize
 
 ROWS = 64
@@ -70,11 +71,6 @@ def place(index: Any, blocks: int) -> Any:
     return (block << 7) | (word << 5) | (step << 4) | (pair << 3) | (thread << 1) | half
 
 
-def _i32(value: int) -> ir.Value:
-    kind = ir.IntegerType.get_signless(32)
-    return arith.constant(kind, ir.IntegerAttr.get(kind, value if value < 1 << 31 else value - (1 << 32)))
-
-
 def _multiply(left: ir.Value, right: ir.Value) -> ir.Value:
     """Two bfloat16 products; subnormal operands count."""
     return llvm.inline_asm(
@@ -84,27 +80,27 @@ def _multiply(left: ir.Value, right: ir.Value) -> ir.Value:
 
 def _power(exponent: ir.Value) -> ir.Value:
     """2^(exponent - 127) in both halves."""
-    return arith.muli(exponent, _i32(0x00800080))
+    return arith.muli(exponent, inline.i32(0x00800080))
 
 
 def _expand_word(word: ir.Value, factor: ir.Value) -> list[ir.Value]:
     """Four registers of the eight codes of a word: codes j and j + 4 in register j."""
     registers = []
-    for source in (word, arith.shrui(word, _i32(8))):
+    for source in (word, arith.shrui(word, inline.i32(8))):
         for mask, shifts in MASKS:
-            spread = arith.muli(arith.andi(source, _i32(mask)), _i32(shifts))
-            registers.append(_multiply(arith.andi(spread, _i32(FIELDS)), factor))
+            spread = arith.muli(arith.andi(source, inline.i32(mask)), inline.i32(shifts))
+            registers.append(_multiply(arith.andi(spread, inline.i32(FIELDS)), factor))
     return registers
 
 
 def _expand_group(words: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
     """Sixteen registers of the 32 codes of one scale group: word, then pair."""
-    limit = _i32(LARGEST_MULTIPLIER)
-    factor = _power(arith.addi(arith.minui(scale, limit), _i32(126)))
+    limit = inline.i32(LARGEST_MULTIPLIER)
+    factor = _power(arith.addi(arith.minui(scale, limit), inline.i32(126)))
     registers = [register for word in words for register in _expand_word(word, factor)]
     large = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ugt, scale, limit), [x.type for x in registers], has_else=True)
     with ir.InsertionPoint(large.then_block):
-        rest = _power(arith.subi(scale, _i32(1)))
+        rest = _power(arith.subi(scale, inline.i32(1)))
         scf.yield_([_multiply(register, rest) for register in registers])
     with ir.InsertionPoint(large.else_block):
         scf.yield_(registers)
@@ -131,17 +127,17 @@ def expand(packed: Any, scale: jax.Array, blocks: int, block: int) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((ROWS, DEPTH), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, source: ir.Value, scale: Any) -> Any:
-        thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
-        warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
+        thread = arith.remui(mgpu.utils.thread_idx(), inline.i32(128))
+        warp, lane = arith.divui(thread, inline.i32(32)), arith.remui(thread, inline.i32(32))
         pointer = mgpu.utils.memref_ptr(source)
         row_bytes = blocks * DEPTH // 2
-        offset = arith.addi(arith.muli(warp, _i32(16 * row_bytes)), chunk(lane, blocks, block))
+        offset = arith.addi(arith.muli(warp, inline.i32(16 * row_bytes)), chunk(lane, blocks, block))
         layout, pair = mgpu.WGMMA_LAYOUT, ir.VectorType.get((2,), ir.BF16Type.get())
         registers = np.empty(layout.registers_shape((ROWS, DEPTH)), dtype=object)
         flat = registers.reshape(DEPTH // 8, 2)
         for half, row_scale in enumerate(scale.registers.flat):
             byte = vector.extract(row_scale, dynamic_position=[], static_position=[block])
-            words = load_words(pointer, arith.addi(offset, _i32(half * 8 * row_bytes)))
+            words = load_words(pointer, arith.addi(offset, inline.i32(half * 8 * row_bytes)))
             for index, value in enumerate(_expand_group(words, byte)):
                 flat[index, half] = vector.bitcast(pair, vector.broadcast(ir.VectorType.get((1,), value.type), value))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
@@ -152,10 +148,10 @@ def expand(packed: Any, scale: jax.Array, blocks: int, block: int) -> jax.Array:
 def chunk(lane: ir.Value, blocks: int, block: int) -> ir.Value:
     """Byte of row g = lane / 4 of a warp's rows where the group of thread t = lane % 4 begins."""
     if blocks == 1:
-        return arith.muli(lane, _i32(16))
-    row, thread = arith.divui(lane, _i32(4)), arith.remui(lane, _i32(4))
-    chunk = arith.xori(arith.addi(arith.muli(thread, _i32(2)), _i32(block)), row)
-    return arith.addi(arith.muli(row, _i32(DEPTH)), arith.muli(chunk, _i32(16)))
+        return arith.muli(lane, inline.i32(16))
+    row, thread = arith.divui(lane, inline.i32(4)), arith.remui(lane, inline.i32(4))
+    chunk = arith.xori(arith.addi(arith.muli(thread, inline.i32(2)), inline.i32(block)), row)
+    return arith.addi(arith.muli(row, inline.i32(DEPTH)), arith.muli(chunk, inline.i32(16)))
 
 
 def emulated_expand(packed: Any, scale: jax.Array, blocks: int, block: int) -> jax.Array:

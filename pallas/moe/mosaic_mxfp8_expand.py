@@ -22,6 +22,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Shaped
 
+from pallas import inline
 from pallas.moe.mosaic_expand import DEPTH, ROWS, SWIZZLED, blocks_of_box, chunk, load_words, scale_layout
 from pallas.moe.mxfp4 import dequantize
 
@@ -53,11 +54,6 @@ def place(index: Any, blocks: int) -> Any:
     return (block << 7) | (half_word << 4) | (thread << 2) | least
 
 
-def _i32(value: int) -> ir.Value:
-    kind = ir.IntegerType.get_signless(32)
-    return arith.constant(kind, ir.IntegerAttr.get(kind, value if value < 1 << 31 else value - (1 << 32)))
-
-
 def _asm(operands: list[ir.Value], text: str, constraints: str) -> ir.Value:
     return llvm.inline_asm(ir.IntegerType.get_signless(32), operands, text, constraints, asm_dialect=0)
 
@@ -87,17 +83,17 @@ def levels(scale: jax.Array, blocks: int) -> tuple[jax.Array, jax.Array]:
     def run(_: Any, scale: Any) -> Any:
         rows = [_items(register) for register in scale.registers.flat]
         own = [row[0] if blocks == 1 else arith.maxui(*row) for row in rows]
-        both = arith.ori(own[0], arith.shli(own[1], _i32(16)))
+        both = arith.ori(own[0], arith.shli(own[1], inline.i32(16)))
         for distance in (1, 2):  # the four threads of a row
             text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
             both = _asm([both, _asm([both], text, "=r,r")], "max.u16x2 $0, $1, $2;", "=r,r,r")
-        largest = [arith.andi(both, _i32(0xFFFF)), arith.shrui(both, _i32(16))]
+        largest = [arith.andi(both, inline.i32(0xFFFF)), arith.shrui(both, inline.i32(16))]
         level, factor = np.empty_like(scale.registers), np.empty((1, 1, 2, 1), dtype=object)
-        f32, zero = ir.F32Type.get(), _i32(0)
+        f32, zero = ir.F32Type.get(), inline.i32(0)
         for half, (row, top) in enumerate(zip(rows, largest, strict=True)):
-            above = [arith.maxsi(arith.subi(arith.addi(x, _i32(TOP)), top), zero) for x in row]
+            above = [arith.maxsi(arith.subi(arith.addi(x, inline.i32(TOP)), top), zero) for x in row]
             level.flat[half] = vector.from_elements(scale.registers.flat[half].type, above)
-            bits = arith.bitcast(f32, arith.shli(top, _i32(23)))
+            bits = arith.bitcast(f32, arith.shli(top, inline.i32(23)))
             factor.flat[half] = vector.broadcast(ir.VectorType.get((1,), f32), bits)
         shape = mgpu.WGMMA_ROW_LAYOUT.registers_shape((ROWS,))
         ends = mgpu.FragmentedArray(_registers=factor.reshape(shape), _layout=mgpu.WGMMA_ROW_LAYOUT, _is_signed=None)
@@ -114,18 +110,25 @@ def emulated_levels(scale: jax.Array, blocks: int) -> tuple[jax.Array, jax.Array
 
 def _table(level: ir.Value) -> list[ir.Value]:
     """The eight magnitudes at a level."""
-    zero, none = _i32(0), arith.cmpi(arith.CmpIPredicate.eq, level, _i32(0))
+    zero, none = inline.i32(0), arith.cmpi(arith.CmpIPredicate.eq, level, inline.i32(0))
     halves = ((LOW, LOW_STEP), (HIGH, HIGH_STEP))
-    return [arith.select(none, zero, arith.addi(_i32(first), arith.muli(level, _i32(step)))) for first, step in halves]
+    return [
+        arith.select(none, zero, arith.addi(inline.i32(first), arith.muli(level, inline.i32(step))))
+        for first, step in halves
+    ]
 
 
 def _numbers(word: ir.Value, table: list[ir.Value]) -> list[ir.Value]:
     """The eight codes of a word as four e4m3 bytes in each of two registers."""
-    magnitudes, shifted, signs = arith.andi(word, _i32(0x77777777)), arith.shli(word, _i32(4)), _i32(0x80808080)
+    magnitudes, shifted, signs = (
+        arith.andi(word, inline.i32(0x77777777)),
+        arith.shli(word, inline.i32(4)),
+        inline.i32(0x80808080),
+    )
     registers = []
     # Signs of even codes stand at the top of the shifted word's bytes, those of odd codes at the top of the word's.
-    for selector, order in ((magnitudes, 0x5140), (arith.shrui(magnitudes, _i32(16)), 0x7362)):
-        sign = arith.andi(_permute(shifted, word, _i32(order)), signs)
+    for selector, order in ((magnitudes, 0x5140), (arith.shrui(magnitudes, inline.i32(16)), 0x7362)):
+        sign = arith.andi(_permute(shifted, word, inline.i32(order)), signs)
         registers.append(arith.ori(_permute(*table, selector), sign))
     return registers
 
@@ -142,16 +145,16 @@ def expand(packed: Any, level: jax.Array, blocks: int, block: int) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((ROWS, DEPTH), E4M3, layout=plgpu.Layout.WGMMA_8BIT),
     )
     def run(_: Any, source: ir.Value, level: Any) -> Any:
-        thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
-        warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
+        thread = arith.remui(mgpu.utils.thread_idx(), inline.i32(128))
+        warp, lane = arith.divui(thread, inline.i32(32)), arith.remui(thread, inline.i32(32))
         pointer, row_bytes = mgpu.utils.memref_ptr(source), blocks * DEPTH // 2
-        offset = arith.addi(arith.muli(warp, _i32(16 * row_bytes)), chunk(lane, blocks, block))
+        offset = arith.addi(arith.muli(warp, inline.i32(16 * row_bytes)), chunk(lane, blocks, block))
         layout, four = mgpu.WGMMA_LAYOUT_8BIT, ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
         registers = np.empty(layout.registers_shape((ROWS, DEPTH)), dtype=object)
         flat = registers.reshape(DEPTH // 16, 2)
         for half, row_levels in enumerate(level.registers.flat):
             table = _table(_items(row_levels)[block])
-            words = load_words(pointer, arith.addi(offset, _i32(half * 8 * row_bytes)))
+            words = load_words(pointer, arith.addi(offset, inline.i32(half * 8 * row_bytes)))
             values = [value for word in words for value in _numbers(word, table)]
             for index, value in enumerate(values):
                 flat[index, half] = vector.bitcast(four, vector.broadcast(ir.VectorType.get((1,), value.type), value))

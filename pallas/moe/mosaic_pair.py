@@ -23,6 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 from jaxtyping import Array, Float
 
+from pallas import inline
 from pallas.moe.mosaic_expand import DEPTH, ROWS, SWIZZLED
 from pallas.moe.mxfp4 import GROUP, dequantize
 
@@ -109,11 +110,6 @@ def _four_bits(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, lax.bitcast_convert_type(rounded, jnp.float32))
 
 
-def _i32(value: int) -> ir.Value:
-    kind = ir.IntegerType.get_signless(32)
-    return arith.constant(kind, ir.IntegerAttr.get(kind, value if value < 1 << 31 else value - (1 << 32)))
-
-
 def _asm(results: list[ir.Type], operands: list[ir.Value], text: str, constraints: str) -> list[ir.Value]:
     kind = llvm.StructType.get_literal(results)
     made = llvm.inline_asm(kind, operands, text, constraints, asm_dialect=0, has_side_effects=True)
@@ -122,9 +118,9 @@ def _asm(results: list[ir.Type], operands: list[ir.Value], text: str, constraint
 
 def _spread(word: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Codes of even and of odd number as four bytes of e4m3 each."""
-    even = arith.addi(arith.muli(arith.andi(word, _i32(0x0F0F0F0F)), _i32(4)), _i32(0x60606060))
-    odd = arith.andi(arith.shrui(word, _i32(2)), _i32(0x1C1C1C1C))
-    return arith.andi(even, _i32(0x9C9C9C9C)), arith.ori(arith.andi(word, _i32(0x80808080)), odd)
+    even = arith.addi(arith.muli(arith.andi(word, inline.i32(0x0F0F0F0F)), inline.i32(4)), inline.i32(0x60606060))
+    odd = arith.andi(arith.shrui(word, inline.i32(2)), inline.i32(0x1C1C1C1C))
+    return arith.andi(even, inline.i32(0x9C9C9C9C)), arith.ori(arith.andi(word, inline.i32(0x80808080)), odd)
 
 
 def _products(registers: list[list[ir.Value]], descriptors: list[ir.Value], columns: int) -> list[list[ir.Value]]:
@@ -147,8 +143,8 @@ def _products(registers: list[list[ir.Value]], descriptors: list[ir.Value], colu
 
 def _factors(word: ir.Value) -> list[ir.Value]:
     """2^(scale - 127) of the four scales of a word."""
-    shifted = [arith.shli(word, _i32(bits)) for bits in (23, 15, 7)] + [arith.shrui(word, _i32(1))]
-    return [arith.bitcast(ir.F32Type.get(), arith.andi(x, _i32(0x7F800000))) for x in shifted]
+    shifted = [arith.shli(word, inline.i32(bits)) for bits in (23, 15, 7)] + [arith.shrui(word, inline.i32(1))]
+    return [arith.bitcast(ir.F32Type.get(), arith.andi(x, inline.i32(0x7F800000))) for x in shifted]
 
 
 def _add_scaled(total: ir.Value, value: ir.Value, factor: ir.Value) -> ir.Value:
@@ -176,18 +172,18 @@ def accumulate(
         return_type=plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=layout),
     )
     def run(_: Any, sums: Any, packed: Any, scale: Any, rows: Any, *unit: Any) -> Any:
-        values = list(elements(sums.registers))
+        values = list(inline.elements(sums.registers))
         words = [_words(register, blocks) for register in scale.registers.flat]
         factors = [[factor for word in row for factor in _factors(word)] for row in words]
         if unit:
-            mine = list(elements(unit[0].registers))
+            mine = list(inline.elements(unit[0].registers))
             factors = [[arith.mulf(factor, one) for factor, one in zip(row, mine, strict=True)] for row in factors]
         weights = _weights(mgpu.utils.memref_ptr(packed), blocks)
         base = _descriptor(rows, width)
         for start in range(0, 4 * blocks, batch):
             groups = range(start, start + batch)
             steps = [(first + group // 4) * 64 + group % 4 * 2 for group in groups]
-            targets = [arith.addi(base, _i64(step)) for step in steps]
+            targets = [arith.addi(base, inline.i64(step)) for step in steps]
             products = _products([next(weights) for _ in groups], targets, columns)
             for group, product in zip(groups, products):
                 for index, value in enumerate(product):
@@ -200,25 +196,10 @@ def accumulate(
     return run(sums, packed, scale, rows, *units)
 
 
-def _i64(value: int) -> ir.Value:
-    kind = ir.IntegerType.get_signless(64)
-    return arith.constant(kind, ir.IntegerAttr.get(kind, value))
-
-
-def elements(registers: Any) -> Iterator[ir.Value]:
-    """The numbers that a thread holds of an array, one by one."""
-    for register in registers.flat:
-        if not isinstance(register.type, ir.VectorType):
-            yield register
-            continue
-        for index in range(ir.VectorType(register.type).shape[0]):
-            yield vector.extract(register, dynamic_position=[], static_position=[index])
-
-
 def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
     """Of the thread in its warpgroup."""
-    thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
-    return arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
+    thread = arith.remui(mgpu.utils.thread_idx(), inline.i32(128))
+    return arith.divui(thread, inline.i32(32)), arith.remui(thread, inline.i32(32))
 
 
 def registers_like(values: list[ir.Value], like: Any) -> Any:
@@ -243,13 +224,16 @@ def _weights(pointer: ir.Value, blocks: int) -> Iterator[list[ir.Value]]:
     i32 = ir.IntegerType.get_signless(32)
     warp, lane = _warp_and_lane()
     # Lane l names row l % 16 of the warp's rows; lanes 16 .. 31 name the next group.
-    row, ahead = arith.addi(arith.muli(warp, _i32(16)), arith.remui(lane, _i32(16))), arith.divui(lane, _i32(16))
-    start = arith.addi(llvm.ptrtoint(i32, pointer), arith.muli(row, _i32(blocks * DEPTH // 2)))
+    row, ahead = (
+        arith.addi(arith.muli(warp, inline.i32(16)), arith.remui(lane, inline.i32(16))),
+        arith.divui(lane, inline.i32(16)),
+    )
+    start = arith.addi(llvm.ptrtoint(i32, pointer), arith.muli(row, inline.i32(blocks * DEPTH // 2)))
     for pair in range(2 * blocks):
-        chunk = arith.addi(ahead, _i32(2 * pair))
+        chunk = arith.addi(ahead, inline.i32(2 * pair))
         if blocks == 2:
-            chunk = arith.xori(chunk, arith.remui(lane, _i32(8)))
-        address = arith.addi(start, arith.muli(chunk, _i32(16)))
+            chunk = arith.xori(chunk, arith.remui(lane, inline.i32(8)))
+        address = arith.addi(start, arith.muli(chunk, inline.i32(16)))
         text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
         loaded = _asm([i32] * 4, [address], text, "=r,=r,=r,=r,r")
         for upper, lower in (loaded[:2], loaded[2:]):
@@ -261,9 +245,9 @@ def _descriptor(rows: Any, width: int) -> ir.Value:
     """Of activations [columns, width] as the right operand."""
     pointer = mgpu.utils.memref_ptr(rows)
     i64 = ir.IntegerType.get_signless(64)
-    address = arith.shrui(arith.andi(llvm.ptrtoint(i64, pointer), _i64(0x3FFFF)), _i64(4))
+    address = arith.shrui(arith.andi(llvm.ptrtoint(i64, pointer), inline.i64(0x3FFFF)), inline.i64(4))
     stride = width // DEPTH * 1024 >> 4  # from eight rows to the next
-    return arith.ori(address, arith.ori(_i64(1 << 16 | stride << 32), arith.shli(_i64(1), _i64(62))))
+    return arith.ori(address, arith.ori(inline.i64(1 << 16 | stride << 32), arith.shli(inline.i64(1), inline.i64(62))))
 
 
 def emulated_accumulate(
@@ -286,16 +270,16 @@ def fold(target: Any, sums: jax.Array, unit: Any) -> None:
     def run(_: Any, target: Any, sums: Any, *unit: Any) -> None:
         index, f32 = ir.IndexType.get(), ir.F32Type.get()
         warp, lane = _warp_and_lane()
-        row = arith.addi(arith.muli(warp, _i32(16)), arith.divui(lane, _i32(4)))
-        token = arith.index_cast(index, arith.remui(lane, _i32(4)))
+        row = arith.addi(arith.muli(warp, inline.i32(16)), arith.divui(lane, inline.i32(4)))
+        token = arith.index_cast(index, arith.remui(lane, inline.i32(4)))
         factor = arith.constant(f32, CODE_UNIT)
         if unit:
             factor = arith.mulf(factor, memref.load(unit[0], [token]))
-        values = list(elements(sums.registers))
+        values = list(inline.elements(sums.registers))
         for half in range(2):
             high, low = values[2 * half : 2 * half + 2]
             value = arith.mulf(_add_scaled(high, low, arith.constant(f32, 1 / LOW)), factor)
-            memref.store(value, target, [arith.index_cast(index, arith.addi(row, _i32(8 * half))), token])
+            memref.store(value, target, [arith.index_cast(index, arith.addi(row, inline.i32(8 * half))), token])
 
     run(target, sums, *refs)
 
@@ -315,16 +299,16 @@ def store_pairs(out: Any, unit: Any, value: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), ENDS, ENDS, ENDS))
     def run(_: Any, out: Any, unit: Any, token: Any, column: Any, value: Any) -> None:
         index = ir.IndexType.get()
-        first = arith.cmpi(arith.CmpIPredicate.eq, _warp_and_lane()[1], _i32(0))
-        for n, c, v in zip(*(elements(x.registers) for x in (token, column, value)), strict=True):
+        first = arith.cmpi(arith.CmpIPredicate.eq, _warp_and_lane()[1], inline.i32(0))
+        for n, c, v in zip(*(inline.elements(x.registers) for x in (token, column, value)), strict=True):
             scale, one = _warp_scale(v)
             writes = scf.IfOp(first)
             with ir.InsertionPoint(writes.then_block):
-                group = arith.divui(c, _i32(GROUP))
+                group = arith.divui(c, inline.i32(GROUP))
                 memref.store(one, unit, [arith.index_cast(index, n), arith.index_cast(index, group)])
                 scf.yield_([])
             for part, byte in enumerate(_pair(arith.mulf(v, scale))):
-                row = arith.addi(arith.muli(n, _i32(2)), _i32(part))
+                row = arith.addi(arith.muli(n, inline.i32(2)), inline.i32(part))
                 memref.store(byte, out, [arith.index_cast(index, row), arith.index_cast(index, c)])
 
     run(out, unit, token, column, value)
@@ -333,14 +317,14 @@ def store_pairs(out: Any, unit: Any, value: jax.Array) -> None:
 def _warp_scale(value: ir.Value) -> tuple[ir.Value, ir.Value]:
     """What the numbers of a warp are multiplied by to become pairs, and its inverse, as `split` chooses them."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    bits = arith.andi(arith.bitcast(i32, value), _i32(0x7FFFFFFF))
+    bits = arith.andi(arith.bitcast(i32, value), inline.i32(0x7FFFFFFF))
     (largest,) = _asm([i32], [bits], "redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r")
-    largest = arith.shrui(largest, _i32(23))
-    usable = arith.minsi(arith.maxsi(largest, _i32(LARGEST + 1)), _i32(254))
-    scale = arith.shli(arith.subi(_i32(254 + LARGEST), usable), _i32(23))
-    one = arith.shli(arith.subi(usable, _i32(LARGEST)), _i32(23))
-    broken = arith.cmpi(arith.CmpIPredicate.eq, largest, _i32(255))
-    one = arith.select(broken, _i32(0x7FC00000), one)
+    largest = arith.shrui(largest, inline.i32(23))
+    usable = arith.minsi(arith.maxsi(largest, inline.i32(LARGEST + 1)), inline.i32(254))
+    scale = arith.shli(arith.subi(inline.i32(254 + LARGEST), usable), inline.i32(23))
+    one = arith.shli(arith.subi(usable, inline.i32(LARGEST)), inline.i32(23))
+    broken = arith.cmpi(arith.CmpIPredicate.eq, largest, inline.i32(255))
+    one = arith.select(broken, inline.i32(0x7FC00000), one)
     return arith.bitcast(f32, scale), arith.bitcast(f32, one)
 
 

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf
 
+from pallas import inline
 from pallas.moe.mosaic_expand import DEPTH
 from pallas.moe.mosaic_pair import COLUMNS, LARGEST, TOKENS, WIDE, split
 
@@ -34,8 +35,8 @@ def quantize(x: Any, rows: Any, unit: Any, largest: Any, groups: int) -> None:
         vectors = width // INPUTS
         source = mgpu.utils.memref_ptr(x)
         thread = mgpu.utils.thread_idx()
-        mine = arith.remui(thread, _i32(THREADS))
-        firsts = [_i32(token * vectors) for token in range(tokens)]
+        mine = arith.remui(thread, inline.i32(THREADS))
+        firsts = [inline.i32(token * vectors) for token in range(tokens)]
         leave_maxima(source, largest, firsts, vectors, thread)
         mgpu.utils.warpgroup_barrier()
         exponents = [exponent_of(largest, token, thread) for token in range(tokens)]
@@ -46,7 +47,7 @@ def quantize(x: Any, rows: Any, unit: Any, largest: Any, groups: int) -> None:
         for number, inside in vectors_of(thread, vectors, groups * THREADS):
             with inside:
                 for token in range(TOKENS):
-                    parts = [_i32(0)] * 4
+                    parts = [inline.i32(0)] * 4
                     if token < tokens:
                         parts = pairs_of(load(source, arith.addi(number, firsts[token])), scales[token])
                     _store(target, number, token, parts)
@@ -61,15 +62,6 @@ def emulated_quantize(x: Any, rows: Any, unit: Any, largest: Any, groups: int) -
     unit[...] = pairs.unit
 
 
-def _i32(value: int) -> ir.Value:
-    kind = ir.IntegerType.get_signless(32)
-    return arith.constant(kind, ir.IntegerAttr.get(kind, value))
-
-
-def _index(value: ir.Value) -> ir.Value:
-    return arith.index_cast(ir.IndexType.get(), value)
-
-
 def _asm(results: list[ir.Type], operands: list[ir.Value], text: str, constraints: str) -> list[ir.Value]:
     kind = llvm.StructType.get_literal(results)
     made = llvm.inline_asm(kind, operands, "{" + text + "}", constraints, asm_dialect=0, has_side_effects=True)
@@ -80,7 +72,7 @@ class _Inside:
     """A region that is left out where a vector does not exist."""
 
     def __init__(self, number: ir.Value, count: int) -> None:
-        self.branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, number, _i32(count)))
+        self.branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, number, inline.i32(count)))
         self.point = ir.InsertionPoint(self.branch.then_block)
 
     def __enter__(self) -> None:
@@ -95,14 +87,14 @@ class _Inside:
 def vectors_of(thread: ir.Value, count: int, threads: int) -> Iterator[tuple[ir.Value, Any]]:
     """(number, where it exists) of the vectors that a thread takes."""
     for first in range(0, count, threads):
-        number = arith.addi(thread, _i32(first))
+        number = arith.addi(thread, inline.i32(first))
         yield number, _Inside(number, count)
 
 
 def load(source: ir.Value, number: ir.Value) -> list[ir.Value]:
     """Vector `number` of eight numbers as four words."""
     i32 = ir.IntegerType.get_signless(32)
-    address = arith.muli(number, _i32(2 * INPUTS))
+    address = arith.muli(number, inline.i32(2 * INPUTS))
     text = ".reg .b64 a; cvt.u64.u32 a, $5; add.s64 a, a, $4; ld.global.v4.b32 {$0, $1, $2, $3}, [a];"
     return _asm([i32] * 4, [source, address], text, "=r,=r,=r,=r,l,r")
 
@@ -110,48 +102,51 @@ def load(source: ir.Value, number: ir.Value) -> list[ir.Value]:
 def leave_maxima(source: ir.Value, largest: ir.Value, firsts: list[ir.Value], vectors: int, thread: ir.Value) -> None:
     """The largest magnitude that each warp met, as bits of bfloat16, of the tokens that begin at vectors `firsts`."""
     i32 = ir.IntegerType.get_signless(32)
-    mine, group = arith.remui(thread, _i32(THREADS)), arith.divui(thread, _i32(THREADS))
-    warp, lane = arith.divui(mine, _i32(32)), arith.remui(mine, _i32(32))
+    mine, group = arith.remui(thread, inline.i32(THREADS)), arith.divui(thread, inline.i32(THREADS))
+    warp, lane = arith.divui(mine, inline.i32(32)), arith.remui(mine, inline.i32(32))
     for token, begin in enumerate(firsts):
-        top = _i32(0)
+        top = inline.i32(0)
         for first in range(0, vectors, THREADS):
-            number = arith.minui(arith.addi(mine, _i32(first)), _i32(vectors - 1))
+            number = arith.minui(arith.addi(mine, inline.i32(first)), inline.i32(vectors - 1))
             text = "".join(f"and.b32 t, ${i}, 0x7fff7fff; max.u16x2 $0, $0, t;" for i in range(2, 6))
             words = load(source, arith.addi(number, begin))
             (top,) = _asm([i32], [top, *words], ".reg .b32 t; mov.b32 $0, $1;" + text, "=&r,r,r,r,r,r")
         text = ".reg .b32 t; and.b32 t, $1, 0xffff; shr.u32 $0, $1, 16; max.u32 $0, $0, t;"
         text += "redux.sync.max.u32 $0, $0, 0xffffffff;"
         (top,) = _asm([i32], [top], text, "=&r,r")
-        writes = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, lane, _i32(0)))
+        writes = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, lane, inline.i32(0)))
         with ir.InsertionPoint(writes.then_block):
-            memref.store(top, largest, [_index(group), _index(warp), _index(_i32(token))])
+            memref.store(top, largest, [inline.index(group), inline.index(warp), inline.index(inline.i32(token))])
             scf.yield_([])
 
 
 def exponent_of(largest: ir.Value, token: int, thread: ir.Value) -> tuple[ir.Value, ir.Value]:
     """(usable exponent, whether the token holds an infinity or a NaN)."""
-    group = _index(arith.divui(thread, _i32(THREADS)))
-    tops = [memref.load(largest, [group, _index(_i32(warp)), _index(_i32(token))]) for warp in range(WARPS)]
+    group = inline.index(arith.divui(thread, inline.i32(THREADS)))
+    tops = [
+        memref.load(largest, [group, inline.index(inline.i32(warp)), inline.index(inline.i32(token))])
+        for warp in range(WARPS)
+    ]
     top = arith.maxui(arith.maxui(tops[0], tops[1]), arith.maxui(tops[2], tops[3]))
-    exponent = arith.shrui(top, _i32(7))
-    usable = arith.minsi(arith.maxsi(exponent, _i32(LARGEST + 1)), _i32(254))
-    return usable, arith.cmpi(arith.CmpIPredicate.eq, exponent, _i32(255))
+    exponent = arith.shrui(top, inline.i32(7))
+    usable = arith.minsi(arith.maxsi(exponent, inline.i32(LARGEST + 1)), inline.i32(254))
+    return usable, arith.cmpi(arith.CmpIPredicate.eq, exponent, inline.i32(255))
 
 
 def scale_of(exponent: ir.Value) -> ir.Value:
     """What numbers are multiplied by."""
-    return arith.bitcast(ir.F32Type.get(), arith.shli(arith.subi(_i32(254 + LARGEST), exponent), _i32(23)))
+    return arith.bitcast(ir.F32Type.get(), arith.shli(arith.subi(inline.i32(254 + LARGEST), exponent), inline.i32(23)))
 
 
 def write_unit(unit: ir.Value, place: list[Any], mine: ir.Value, exponent: tuple[ir.Value, ir.Value] | None) -> None:
     """unit[place], by one thread of each warpgroup."""
-    bits = _i32(0)
+    bits = inline.i32(0)
     if exponent is not None:
-        bits = arith.shli(arith.subi(exponent[0], _i32(LARGEST)), _i32(23))
-        bits = arith.select(exponent[1], _i32(0x7FC00000), bits)
-    writes = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, mine, _i32(0)))
+        bits = arith.shli(arith.subi(exponent[0], inline.i32(LARGEST)), inline.i32(23))
+        bits = arith.select(exponent[1], inline.i32(0x7FC00000), bits)
+    writes = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, mine, inline.i32(0)))
     with ir.InsertionPoint(writes.then_block):
-        index = [_index(_i32(x) if isinstance(x, int) else x) for x in place]
+        index = [inline.index(inline.i32(x) if isinstance(x, int) else x) for x in place]
         memref.store(arith.bitcast(ir.F32Type.get(), bits), unit, index)
         scf.yield_([])
 
@@ -176,13 +171,15 @@ def pairs_of(words: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
 
 def _store(target: ir.Value, number: ir.Value, token: int, parts: list[ir.Value]) -> None:
     """Where the products look for inputs 8 `number` .. of a token."""
-    line, within = arith.shrui(number, _i32(4)), arith.andi(number, _i32(15))
-    chunk = arith.muli(arith.shrui(within, _i32(2)), _i32(2))
-    start = arith.addi(arith.muli(line, _i32(8 * DEPTH)), arith.muli(arith.andi(number, _i32(3)), _i32(4)))
+    line, within = arith.shrui(number, inline.i32(4)), arith.andi(number, inline.i32(15))
+    chunk = arith.muli(arith.shrui(within, inline.i32(2)), inline.i32(2))
+    start = arith.addi(
+        arith.muli(line, inline.i32(8 * DEPTH)), arith.muli(arith.andi(number, inline.i32(3)), inline.i32(4))
+    )
     for odd in range(2):
         for part in range(2):
             row = 2 * token + part
-            place = arith.muli(arith.xori(arith.addi(chunk, _i32(odd)), _i32(row)), _i32(16))
-            address = arith.addi(target, arith.addi(arith.addi(start, place), _i32(row * DEPTH)))
+            place = arith.muli(arith.xori(arith.addi(chunk, inline.i32(odd)), inline.i32(row)), inline.i32(16))
+            address = arith.addi(target, arith.addi(arith.addi(start, place), inline.i32(row * DEPTH)))
             operands, text = [address, parts[2 * odd + part]], "st.shared.b32 [$0], $1;"
             llvm.inline_asm(None, operands, text, "r,r", asm_dialect=0, has_side_effects=True)

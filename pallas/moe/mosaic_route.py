@@ -18,6 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 from jaxtyping import Array, Float32
 
+from pallas import inline
 from pallas.dispatch import require_hopper
 from pallas.moe import xla
 from pallas.moe.types import Routing
@@ -125,8 +126,8 @@ def select(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def run(_: Any, *refs: Any) -> None:
         logits, bias, ids, weights = (mgpu.utils.memref_ptr(ref) for ref in refs[:4])
-        scores, candidates, best = (_shared(ref) for ref in refs[4:])
-        thread = arith.remui(mgpu.utils.thread_idx(), _i32(THREADS))
+        scores, candidates, best = (inline.shared_address(ref) for ref in refs[4:])
+        thread = arith.remui(mgpu.utils.thread_idx(), inline.i32(THREADS))
         each = experts // THREADS
         keys = _keys(logits, bias, scores, thread, each)
         _candidates(keys, candidates, thread, k)
@@ -136,16 +137,6 @@ def select(
         _write(scores, best, ids, weights, thread, k, scaling)
 
     run(*refs)
-
-
-def _i32(value: int) -> ir.Value:
-    kind = ir.IntegerType.get_signless(32)
-    return arith.constant(kind, ir.IntegerAttr.get(kind, value))
-
-
-def _shared(ref: Any) -> ir.Value:
-    """The 32-bit address of shared memory."""
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
 
 
 def _asm(results: list[ir.Type], text: str, constraints: str, *operands: ir.Value) -> list[ir.Value]:
@@ -170,7 +161,7 @@ SIGMOID = """
 def _keys(logits: ir.Value, bias: ir.Value, scores: ir.Value, thread: ir.Value, each: int) -> list[ir.Value]:
     """Biased scores of the thread's experts as integers of the same order; plain ones go to shared memory."""
     i32 = ir.IntegerType.get_signless(32)
-    first = arith.muli(thread, _i32(4 * each))
+    first = arith.muli(thread, inline.i32(4 * each))
     lines = [".reg .f32 x, b, s, t, n, f; .reg .b64 o, l, c; .reg .b32 k, m;"]
     lines.append(f"cvt.u64.u32 o, ${each + 3}; add.s64 l, ${each}, o; add.s64 c, ${each + 1}, o;")
     lines += [f".reg .f32 x{i}, b{i};" for i in range(each)]
@@ -187,16 +178,16 @@ def _keys(logits: ir.Value, bias: ir.Value, scores: ir.Value, thread: ir.Value, 
 def _candidates(keys: list[ir.Value], candidates: ir.Value, thread: ir.Value, k: int) -> None:
     """The k best of each warp, in order: keys, and behind those of all warps their experts."""
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-    each, warp = len(keys), arith.divui(thread, _i32(32))
-    lane, first = arith.remui(thread, _i32(32)), arith.muli(thread, _i32(each))
-    start = arith.addi(candidates, arith.muli(warp, _i32(4 * k)))
+    each, warp = len(keys), arith.divui(thread, inline.i32(32))
+    lane, first = arith.remui(thread, inline.i32(32)), arith.muli(thread, inline.i32(each))
+    start = arith.addi(candidates, arith.muli(warp, inline.i32(4 * k)))
     zero, one, last = (arith.constant(index, ir.IntegerAttr.get(index, x)) for x in (0, 1, k))
     loop = scf.ForOp(zero, last, one, [start, *keys])
     with ir.InsertionPoint(loop.body):
         place, *held = loop.inner_iter_args
         constraints = ",".join(["=&r"] * each + ["r"] * (each + 3))
         left = _asm([i32] * each, _take(each, 4 * WARPS * k), constraints, *held, place, lane, first)
-        scf.yield_([arith.addi(place, _i32(4)), *left])
+        scf.yield_([arith.addi(place, inline.i32(4)), *left])
 
 
 def _take(each: int, experts_at: int) -> str:
