@@ -109,7 +109,17 @@ def matmuls(
         # The copy engine reads what is missing of one tile of eight rows as zeros.
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     kinds = (jnp.dtype(jnp.float32),) * len(sizes) if cut.slices > 1 else dtypes
-    sums = _kernel((tokens, columns), sizes, kinds, depth, cut, interpret, narrow=narrow)(x, *weights, *scales)
+    call = _Call(
+        tokens=tokens,
+        columns=columns,
+        sizes=sizes,
+        dtypes=kinds,
+        depth=depth,
+        cut=cut,
+        narrow=narrow,
+        emulated=interpret is not None,
+    )
+    sums = _kernel(call, interpret)(x, *weights, *scales)
     return tuple(jnp.sum(part, axis=0).astype(dtype) for part, dtype in zip(sums, dtypes))
 
 
@@ -128,169 +138,228 @@ def require_supported(x: jax.Array, weights: jax.Array, cut: Settings, *, narrow
         )
 
 
-def _kernel(
-    rows_of_x: tuple[int, int],
-    sizes: tuple[int, ...],
-    dtypes: tuple[jnp.dtype, ...],
-    depth: int,
-    cut: Settings,
-    interpret: Any,
-    *,
-    narrow: bool,
-) -> Any:
-    tokens, columns = rows_of_x
-    groups, stages, share = cut.groups, cut.stages, ROWS // cut.members
-    box, kind = (BOX, jnp.int8) if narrow else (DEPTH, jnp.bfloat16)
-    parts = depth // (box * cut.members * cut.slices)
-    ends = tuple(itertools.accumulate(-(-rows // ROWS) for rows in sizes))
-    total, emulated = ends[-1] * cut.slices, interpret is not None
-    layout = plgpu.Layout.WG_STRIDED((share, columns), vec_size=1) if cut.shared else plgpu.Layout.WGMMA
-    put, by_row = (emulated_store, widen.emulated_by_row) if emulated else (store, widen.by_row)
-    turn = widen.emulated_widen if emulated else widen.widen
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """Sizes of a call."""
 
-    def body(x: Any, *refs: Any, left: Any, right: Any, full: Any, sums: Any = None, summed: Any = None) -> None:
-        count = len(sizes)
-        matrices, scales, outputs = refs[:count], refs[count : len(refs) - count], refs[len(refs) - count :]
-        group, block = lax.axis_index("group"), lax.axis_index("block")
-        worker = block if cut.shared else group * cut.blocks + block
-        member, first_row = (group, group * share) if cut.shared else (jnp.int32(0), jnp.int32(0))
+    tokens: int
+    columns: int
+    """Rows of x and, of them, what a product takes: 8 or 16."""
+    sizes: tuple[int, ...]
+    dtypes: tuple[jnp.dtype, ...]
+    depth: int
+    cut: Settings
+    narrow: bool
+    emulated: bool
 
-        def choose(tile: jax.Array, run: Callable[[int, jax.Array], None]) -> None:
-            """`run(matrix, first row)` for the matrix of the tile; its last tile may overlap the one before."""
-            for index, (rows, end) in enumerate(zip(sizes, ends)):
-                first = ends[index - 1] if index else 0
-                row = jnp.minimum((tile - first) * ROWS, rows - ROWS)
-                if len(sizes) == 1:
-                    run(index, row)
-                else:
-                    pl.when((tile >= first) & (tile < end))(partial(run, index, row))
+    @property
+    def box(self) -> int:
+        """Inputs of a copy."""
+        return BOX if self.narrow else DEPTH
 
-        def fetch(stage: jax.Array) -> None:
-            item = worker + lax.div(stage, jnp.int32(parts)) * cut.workers
+    @property
+    def parts(self) -> int:
+        """Copies of a tile to each warpgroup."""
+        return self.depth // (self.box * self.cut.members * self.cut.slices)
 
-            @pl.when(item < total)
-            def _start() -> None:
-                tile, piece = lax.div(item, jnp.int32(cut.slices)), lax.rem(item, jnp.int32(cut.slices))
-                slot = group * stages + lax.rem(stage, jnp.int32(stages))
-                step = (piece * parts + lax.rem(stage, jnp.int32(parts))) * cut.members + member
-                inputs = pl.ds(step * box, box)
+    @property
+    def share(self) -> int:
+        """Outputs of a tile that a warpgroup finishes."""
+        return ROWS // self.cut.members
 
-                def read(index: int, row: jax.Array) -> None:
-                    source = matrices[index].at[pl.ds(row, ROWS), inputs]
-                    plgpu.copy_gmem_to_smem(source, left.at[slot], full.at[slot])
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tiles up to the end of each matrix."""
+        return tuple(itertools.accumulate(-(-rows // ROWS) for rows in self.sizes))
 
-                choose(tile, read)
-                # From a row that the tracer does not know to be the first: x may have fewer.
-                rows = pl.ds(lax.rem(stage, jnp.int32(1)), columns)
-                plgpu.copy_gmem_to_smem(x.at[rows, inputs], right.at[slot], full.at[slot])
+    @property
+    def total(self) -> int:
+        """Tiles of all slices."""
+        return self.ends[-1] * self.cut.slices
 
-        def ring(stage: jax.Array) -> jax.Array:
-            return group * stages + lax.rem(stage, jnp.int32(stages))
+    @property
+    def layout(self) -> Any:
+        """How a finished part lies in registers."""
+        strided = plgpu.Layout.WG_STRIDED((self.share, self.columns), vec_size=1)
+        return strided if self.cut.shared else plgpu.Layout.WGMMA
 
-        def operands(slot: jax.Array) -> Iterator[tuple[Any, Any]]:
-            """Weights and activations of a buffer: bfloat16 as it lies, codes in halves through registers."""
-            if not narrow:
-                yield left.at[slot], right.at[slot]
+
+class _Warpgroup:
+    """The work of one warpgroup of a block; built inside the kernel."""
+
+    def __init__(self, call: _Call, x: Any, refs: tuple[Any, ...], smem: dict[str, Any]) -> None:
+        count, cut = len(call.sizes), call.cut
+        self.call, self.x, self.smem = call, x, smem
+        self.matrices, self.outputs = refs[:count], refs[len(refs) - count :]
+        self.scales = refs[count : len(refs) - count]
+        self.group, block = lax.axis_index("group"), lax.axis_index("block")
+        self.worker = block if cut.shared else self.group * cut.blocks + block
+        shared = (self.group, self.group * call.share) if cut.shared else (jnp.int32(0), jnp.int32(0))
+        self.member, self.first_row = shared
+
+    def choose(self, tile: jax.Array, run: Callable[[int, jax.Array], None]) -> None:
+        """`run(matrix, first row)` for the matrix of the tile; its last tile may overlap the one before."""
+        for index, (rows, end) in enumerate(zip(self.call.sizes, self.call.ends)):
+            first = self.call.ends[index - 1] if index else 0
+            row = jnp.minimum((tile - first) * ROWS, rows - ROWS)
+            if len(self.call.sizes) == 1:
+                run(index, row)
             else:
-                for half in range(2):
-                    yield turn(left.at[slot], half), right.at[slot, :, pl.ds(half * DEPTH, DEPTH)]
+                pl.when((tile >= first) & (tile < end))(partial(run, index, row))
 
-        def multipliers(tile: jax.Array) -> jax.Array:
-            """Scales of this warpgroup's part of a tile."""
-            found = jnp.zeros((share, columns), jnp.float32)
-            found = found if emulated else plgpu.layout_cast(found, layout)
-            for index, (rows, end) in enumerate(zip(sizes, ends)):
-                first = ends[index - 1] if index else 0
-                row = jnp.clip((tile - first) * ROWS, 0, rows - ROWS) + first_row
-                values = by_row(scales[index], row, (share, columns), layout)
-                if len(sizes) == 1:
-                    return values
-                found += values * ((tile >= first) & (tile < end)).astype(jnp.float32)
-            return found
+    def fetch(self, stage: jax.Array) -> None:
+        """Starts the copies of a stage, if there is one."""
+        call, cut, smem = self.call, self.call.cut, self.smem
+        item = self.worker + lax.div(stage, jnp.int32(call.parts)) * cut.workers
 
-        def tile_sum(item: jax.Array) -> jax.Array:
-            def scope(total: Any) -> jax.Array:
-                def one(index: jax.Array, _: None) -> None:
-                    stage = item * parts + index
-                    slot = ring(stage)
-                    plgpu.barrier_wait(full.at[slot])
-                    for weights, inputs in operands(slot):
-                        plgpu.wgmma(total, weights, inputs.transpose((1, 0)))
-                        plgpu.wgmma_wait(1 if narrow else 0)
-                    plgpu.wgmma_wait(0)
-                    plgpu.commit_smem()
-                    fetch(stage + stages)
+        @pl.when(item < call.total)
+        def _start() -> None:
+            tile, piece = lax.div(item, jnp.int32(cut.slices)), lax.rem(item, jnp.int32(cut.slices))
+            slot = self.slot(stage)
+            step = (piece * call.parts + lax.rem(stage, jnp.int32(call.parts))) * cut.members + self.member
+            inputs = pl.ds(step * call.box, call.box)
 
-                lax.fori_loop(0, parts, one, None)
-                return total[...]
+            def read(index: int, row: jax.Array) -> None:
+                source = self.matrices[index].at[pl.ds(row, ROWS), inputs]
+                plgpu.copy_gmem_to_smem(source, smem["left"].at[slot], smem["full"].at[slot])
 
-            return pl.run_scoped(scope, plgpu.ACC((ROWS, columns), jnp.float32))
+            self.choose(tile, read)
+            # From a row that the tracer does not know to be the first: x may have fewer.
+            rows = pl.ds(lax.rem(stage, jnp.int32(1)), call.columns)
+            plgpu.copy_gmem_to_smem(self.x.at[rows, inputs], smem["right"].at[slot], smem["full"].at[slot])
 
-        def emulated_sum(item: jax.Array) -> jax.Array:
-            def one(index: jax.Array, total: jax.Array) -> jax.Array:
-                stage = item * parts + index
-                slot = ring(stage)
+    def slot(self, stage: jax.Array) -> jax.Array:
+        """The buffer of a stage."""
+        stages = self.call.cut.stages
+        return self.group * stages + lax.rem(stage, jnp.int32(stages))
+
+    def operands(self, slot: jax.Array) -> Iterator[tuple[Any, Any]]:
+        """Weights and activations of a buffer: bfloat16 as it lies, codes in halves through registers."""
+        left, right = self.smem["left"], self.smem["right"]
+        turn = widen.emulated_widen if self.call.emulated else widen.widen
+        if not self.call.narrow:
+            yield left.at[slot], right.at[slot]
+        else:
+            for half in range(2):
+                yield turn(left.at[slot], half), right.at[slot, :, pl.ds(half * DEPTH, DEPTH)]
+
+    def multipliers(self, tile: jax.Array) -> jax.Array:
+        """Scales of this warpgroup's part of a tile."""
+        call, layout, shape = self.call, self.call.layout, (self.call.share, self.call.columns)
+        by_row = widen.emulated_by_row if call.emulated else widen.by_row
+        found = jnp.zeros(shape, jnp.float32)
+        found = found if call.emulated else plgpu.layout_cast(found, layout)
+        for index, (rows, end) in enumerate(zip(call.sizes, call.ends)):
+            first = call.ends[index - 1] if index else 0
+            row = jnp.clip((tile - first) * ROWS, 0, rows - ROWS) + self.first_row
+            values = by_row(self.scales[index], row, shape, layout)
+            if len(call.sizes) == 1:
+                return values
+            found += values * ((tile >= first) & (tile < end)).astype(jnp.float32)
+        return found
+
+    def tile_sum(self, item: jax.Array) -> jax.Array:
+        """Products of the warpgroup's boxes of a tile."""
+        call, full = self.call, self.smem["full"]
+
+        def scope(total: Any) -> jax.Array:
+            def one(index: jax.Array, _: None) -> None:
+                stage = item * call.parts + index
+                slot = self.slot(stage)
                 plgpu.barrier_wait(full.at[slot])
-                for weights, inputs in operands(slot):
-                    total += jnp.dot(weights[...], inputs[...].T, preferred_element_type=jnp.float32)
-                fetch(stage + stages)
-                return total
+                for weights, inputs in self.operands(slot):
+                    plgpu.wgmma(total, weights, inputs.transpose((1, 0)))
+                    plgpu.wgmma_wait(1 if call.narrow else 0)
+                plgpu.wgmma_wait(0)
+                plgpu.commit_smem()
+                self.fetch(stage + call.cut.stages)
 
-            return lax.fori_loop(0, parts, one, jnp.zeros((ROWS, columns), jnp.float32))
+            lax.fori_loop(0, call.parts, one, None)
+            return total[...]
 
-        def joined(buffer: jax.Array, value: jax.Array) -> jax.Array:
-            """This warpgroup's part of the sum of all."""
-            sums[buffer, group] = value
-            plgpu.barrier_arrive(summed.at[buffer])
-            plgpu.barrier_wait(summed.at[buffer])
-            mine = pl.ds(first_row, share)
-            loads = [plgpu.load(sums.at[buffer, member, mine], layout=layout) for member in range(groups)]
-            return sum(loads[1:], loads[0])
+        return pl.run_scoped(scope, plgpu.ACC((ROWS, call.columns), jnp.float32))
 
-        def one_tile(item: jax.Array, _: None) -> None:
-            number = worker + item * cut.workers
-            tile, piece = lax.div(number, jnp.int32(cut.slices)), lax.rem(number, jnp.int32(cut.slices))
-            factor = multipliers(tile) if narrow else None  # long before it is needed
-            result = (emulated_sum if emulated else tile_sum)(item)
-            if cut.shared:
-                result = joined(lax.rem(item, jnp.int32(2)), result)
-            if factor is not None:
-                result = result * factor
+    def emulated_sum(self, item: jax.Array) -> jax.Array:
+        """`tile_sum` in interpretation."""
+        call = self.call
 
-            def write(index: int, row: jax.Array) -> None:
-                target = outputs[index].at[piece, :, pl.ds(row, ROWS)]
-                put(target, None, first_row, result.astype(dtypes[index]), layout)
+        def one(index: jax.Array, total: jax.Array) -> jax.Array:
+            stage = item * call.parts + index
+            slot = self.slot(stage)
+            plgpu.barrier_wait(self.smem["full"].at[slot])
+            for weights, inputs in self.operands(slot):
+                total += jnp.dot(weights[...], inputs[...].T, preferred_element_type=jnp.float32)
+            self.fetch(stage + call.cut.stages)
+            return total
 
-            choose(tile, write)
+        return lax.fori_loop(0, call.parts, one, jnp.zeros((ROWS, call.columns), jnp.float32))
 
-        for stage in range(stages):
-            fetch(jnp.int32(stage))
-        items = lax.div(jnp.int32(total - 1) - worker + cut.workers, jnp.int32(cut.workers))
-        lax.fori_loop(0, items, one_tile, None)
+    def joined(self, buffer: jax.Array, value: jax.Array) -> jax.Array:
+        """This warpgroup's part of the sum of all."""
+        sums, summed = self.smem["sums"], self.smem["summed"]
+        sums[buffer, self.group] = value
+        plgpu.barrier_arrive(summed.at[buffer])
+        plgpu.barrier_wait(summed.at[buffer])
+        mine, layout = pl.ds(self.first_row, self.call.share), self.call.layout
+        loads = [plgpu.load(sums.at[buffer, i, mine], layout=layout) for i in range(self.call.cut.groups)]
+        return sum(loads[1:], loads[0])
 
-    smem = plgpu.SMEM
+    def one_tile(self, item: jax.Array, _: None) -> None:
+        """Sums, scales and stores the `item`-th tile of this worker."""
+        call, cut = self.call, self.call.cut
+        number = self.worker + item * cut.workers
+        tile, piece = lax.div(number, jnp.int32(cut.slices)), lax.rem(number, jnp.int32(cut.slices))
+        factor = self.multipliers(tile) if call.narrow else None  # long before it is needed
+        result = (self.emulated_sum if call.emulated else self.tile_sum)(item)
+        if cut.shared:
+            result = self.joined(lax.rem(item, jnp.int32(2)), result)
+        if factor is not None:
+            result = result * factor
+        put = emulated_store if call.emulated else store
+
+        def write(index: int, row: jax.Array) -> None:
+            target = self.outputs[index].at[piece, :, pl.ds(row, ROWS)]
+            put(target, None, self.first_row, result.astype(call.dtypes[index]), call.layout)
+
+        self.choose(tile, write)
+
+    def run(self) -> None:
+        """All tiles of this worker."""
+        call = self.call
+        for stage in range(call.cut.stages):
+            self.fetch(jnp.int32(stage))
+        items = lax.div(jnp.int32(call.total - 1) - self.worker + call.cut.workers, jnp.int32(call.cut.workers))
+        lax.fori_loop(0, items, self.one_tile, None)
+
+
+def _kernel(call: _Call, interpret: Any) -> Any:
+    cut, smem = call.cut, plgpu.SMEM
+    buffers = cut.groups * cut.stages
+    left = {"transforms": widen.SWIZZLED if call.narrow else WIDE}
     joint = {
-        "sums": smem((2, groups, ROWS, columns), jnp.float32),
-        "summed": plgpu.Barrier(num_arrivals=groups, num_barriers=2),
+        "sums": smem((2, cut.groups, ROWS, call.columns), jnp.float32),
+        "summed": plgpu.Barrier(num_arrivals=cut.groups, num_barriers=2),
     }
     return plgpu.kernel(
-        body,
-        out_type=[jax.ShapeDtypeStruct((cut.slices, tokens, *size), dtype) for *size, dtype in zip(sizes, dtypes)],
+        lambda x, *refs, **scratch: _Warpgroup(call, x, refs, scratch).run(),
+        out_type=[
+            jax.ShapeDtypeStruct((cut.slices, call.tokens, rows), dtype) for rows, dtype in zip(call.sizes, call.dtypes)
+        ],
         grid=(cut.blocks,),
         grid_names=("block",),
-        num_threads=groups,
+        num_threads=cut.groups,
         thread_name="group",
         scratch_types={
-            "left": smem((groups * stages, ROWS, box), kind, transforms=widen.SWIZZLED if narrow else WIDE),
-            "right": smem((groups * stages, columns, box), jnp.bfloat16, transforms=WIDE),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=groups * stages),
+            "left": smem((buffers, ROWS, call.box), jnp.int8 if call.narrow else jnp.bfloat16, **left),
+            "right": smem((buffers, call.columns, call.box), jnp.bfloat16, transforms=WIDE),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=buffers),
             **(joint if cut.shared else {}),
         },
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         interpret=interpret,
-        kernel_name="gemv_int8" if narrow else "gemv",
+        kernel_name="gemv_int8" if call.narrow else "gemv",
     )
 
 

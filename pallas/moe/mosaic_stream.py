@@ -84,7 +84,27 @@ class Cut(NamedTuple):
     """Blocks of 128 inputs in a box."""
     resident: bool
     """Whether the activations, the same for all blocks, stay in shared memory."""
+    by_group: bool
+    """Whether activations have a unit for each scale group."""
+    targeted: bool
+    """Whether results are rows of tokens, not pairs."""
+    emulated: bool
     settings: Settings
+
+    @property
+    def shared(self) -> bool:
+        """Whether the warpgroups of a thread block share its tiles."""
+        return self.settings.split > 1
+
+    @property
+    def width(self) -> int:
+        """Inputs of a buffer."""
+        return self.settings.chunks * self.box * DEPTH
+
+    @property
+    def groups_of_scales(self) -> int:
+        """Scale groups of a box."""
+        return GROUPS_OF_SCALES * self.box
 
 
 def situ(gate: jax.Array, up: jax.Array, beta: float, linear_beta: float) -> jax.Array:
@@ -113,15 +133,13 @@ def stream(
     planes, tiles, depth = weights.shape[1], weights.shape[2] // ROWS, inputs[0].shape[1]
     box = blocks_of_box(depth)
     buffers = depth // (DEPTH * box * settings.chunks)
-    cut = Cut(planes, tiles, buffers, box, resident, settings)
-    by_group = not resident and inputs[1].ndim == 3
-    body = _body(cut, work.target is not None, by_group, finish, interpret is not None)
+    by_group, targeted = not resident and inputs[1].ndim == 3, work.target is not None
+    cut = Cut(planes, tiles, buffers, box, resident, by_group, targeted, interpret is not None, settings)
     smem, groups, stages, chunks = plgpu.SMEM, settings.groups, settings.stages, settings.chunks
-    width = DEPTH * box * chunks
-    shared = (buffers, COLUMNS, width) if cut.resident else (groups * stages, COLUMNS, width)
+    shared = (buffers if cut.resident else groups * stages, COLUMNS, cut.width)
     layout_of_box = {"transforms": SWIZZLED} if box == 2 else {}
     kernel = plgpu.kernel(
-        body,
+        lambda *refs, **scratch: _Warpgroup(cut, finish, refs, scratch).run(),
         out_type=out,
         grid=(settings.blocks,),
         grid_names=("block",),
@@ -170,162 +188,178 @@ def _warpgroup_barrier() -> None:
     run()
 
 
-def _body(
-    cut: Cut, targeted: bool, by_group: bool, finish: Callable[..., jax.Array], emulated: bool
-) -> Callable[..., None]:
-    settings = cut.settings
-    chunks, stages, groups = settings.chunks, settings.stages, settings.groups
-    width, groups_of_scales = chunks * cut.box * DEPTH, GROUPS_OF_SCALES * cut.box
-    shared = settings.split > 1
-    add = emulated_accumulate if emulated else accumulate
-    combine = emulated_fold if emulated else fold
-    put = emulated_store if emulated else store
-    put_pairs = emulated_store_pairs if emulated else store_pairs
-    settle = _nothing if emulated else _warpgroup_barrier
+class _Warpgroup:
+    """The work of one warpgroup of a thread block; built inside the kernel."""
 
-    def body(*refs: Any, **smem: Any) -> None:
-        rows_in, *refs = refs
-        unit, *refs = (smem["unit"], *refs) if cut.resident else refs
-        weights, scale, expert, first_row, used, *rest = refs
-        target = rest.pop(0) if targeted else None
-        outputs = rest
-        group, block = lax.axis_index("group"), lax.axis_index("block")
-        total = used[0] * cut.tiles
-        if shared:
-            part, start, stride = group, block, settings.blocks
+    def __init__(self, cut: Cut, finish: Callable[..., jax.Array], refs: tuple[Any, ...], smem: dict[str, Any]) -> None:
+        self.cut, self.finish, self.smem = cut, finish, smem
+        self.inputs, *rest = refs
+        self.unit, *rest = (smem["unit"], *rest) if cut.resident else rest
+        self.weights, self.scale, self.expert, self.first_row, used, *outputs = rest
+        self.target = outputs.pop(0) if cut.targeted else None
+        self.outputs = outputs
+        settings = cut.settings
+        self.group, block = lax.axis_index("group"), lax.axis_index("block")
+        self.total = used[0] * cut.tiles
+        if cut.shared:
+            self.part, self.start, self.stride = self.group, block, settings.blocks
         else:
-            part, start, stride = 0, block * settings.groups + group, settings.blocks * settings.groups
+            self.part, self.start = 0, block * settings.groups + self.group
+            self.stride = settings.blocks * settings.groups
+        self.settle = _nothing if cut.emulated else _warpgroup_barrier
 
-        def locate(stage: jax.Array) -> _Place:
-            # The buffers of all tiles in a row go to the warpgroups in turn.
-            number = stage * settings.split + part
-            item = start + lax.div(number, jnp.int32(cut.buffers)) * stride
-            depth = lax.rem(number, jnp.int32(cut.buffers))
-            safe = jnp.maximum(jnp.minimum(item, total - 1), 0)
-            block, tile = lax.div(safe, jnp.int32(cut.tiles)), lax.rem(safe, jnp.int32(cut.tiles))
-            return _Place(item < total, block, tile, depth)
+    def locate(self, stage: jax.Array) -> _Place:
+        """Where a stage lies: the buffers of all tiles in a row go to the warpgroups in turn."""
+        cut = self.cut
+        number = stage * cut.settings.split + self.part
+        item = self.start + lax.div(number, jnp.int32(cut.buffers)) * self.stride
+        depth = lax.rem(number, jnp.int32(cut.buffers))
+        safe = jnp.maximum(jnp.minimum(item, self.total - 1), 0)
+        block, tile = lax.div(safe, jnp.int32(cut.tiles)), lax.rem(safe, jnp.int32(cut.tiles))
+        return _Place(item < self.total, block, tile, depth)
 
-        def first_stage(item: jax.Array) -> jax.Array:
-            """First stage of this warpgroup that belongs to its `item`-th tile."""
-            return lax.div(item * cut.buffers + settings.split - 1 - part, jnp.int32(settings.split))
+    def slot(self, stage: jax.Array) -> jax.Array:
+        """The buffer of a stage."""
+        stages = self.cut.settings.stages
+        return self.group * stages + lax.rem(stage, jnp.int32(stages))
 
-        def fetch(stage: jax.Array) -> None:
-            at = locate(stage)
+    def first_stage(self, item: jax.Array) -> jax.Array:
+        """First stage of this warpgroup that belongs to its `item`-th tile."""
+        split = self.cut.settings.split
+        return lax.div(item * self.cut.buffers + split - 1 - self.part, jnp.int32(split))
 
-            @pl.when(at.exists)
-            def _start() -> None:
-                slot = group * stages + lax.rem(stage, jnp.int32(stages))
-                chosen, ready = jnp.maximum(expert[at.block], 0), smem["full"].at[slot]
-                for chunk in range(chunks):
-                    inputs = pl.ds((at.depth * chunks + chunk) * cut.box * PACKED_DEPTH, cut.box * PACKED_DEPTH)
-                    for plane in range(cut.planes):
-                        source = weights.at[chosen * cut.planes + plane, pl.ds(at.tile * ROWS, ROWS), inputs]
-                        plgpu.copy_gmem_to_smem(source, smem["packed"].at[slot, chunk, plane], ready)
-                if not cut.resident:
-                    inputs = pl.ds(at.depth * width, width)
-                    source = rows_in.at[pl.ds(first_row[at.block], COLUMNS), inputs]
-                    plgpu.copy_gmem_to_smem(source, smem["rows"].at[slot], ready)
+    def fetch(self, stage: jax.Array) -> None:
+        """Starts the copies of a stage, if there is one."""
+        cut, smem, chunks = self.cut, self.smem, self.cut.settings.chunks
+        at = self.locate(stage)
 
-        def scales(stage: jax.Array) -> tuple[jax.Array, ...]:
-            at = locate(stage)
-            chosen = jnp.maximum(expert[at.block], 0)
-            loaded = []
+        @pl.when(at.exists)
+        def _start() -> None:
+            slot = self.slot(stage)
+            chosen, ready = jnp.maximum(self.expert[at.block], 0), smem["full"].at[slot]
             for chunk in range(chunks):
-                inputs = pl.ds((at.depth * chunks + chunk) * groups_of_scales, groups_of_scales)
+                inputs = pl.ds((at.depth * chunks + chunk) * cut.box * PACKED_DEPTH, cut.box * PACKED_DEPTH)
                 for plane in range(cut.planes):
-                    source = scale.at[chosen, plane, pl.ds(at.tile * ROWS, ROWS), inputs]
-                    loaded.append(plgpu.load(source, layout=scale_layout(cut.box), optimized=False))
-            return tuple(loaded)
+                    source = self.weights.at[chosen * cut.planes + plane, pl.ds(at.tile * ROWS, ROWS), inputs]
+                    plgpu.copy_gmem_to_smem(source, smem["packed"].at[slot, chunk, plane], ready)
+            if not cut.resident:
+                inputs = pl.ds(at.depth * cut.width, cut.width)
+                source = self.inputs.at[pl.ds(self.first_row[at.block], COLUMNS), inputs]
+                plgpu.copy_gmem_to_smem(source, smem["rows"].at[slot], ready)
 
-        def units(stage: jax.Array) -> tuple[jax.Array | None, ...]:
-            if not by_group:
-                return (None,) * chunks
-            at, layout = locate(stage), unit_layout(cut.box)
-            first = at.depth * chunks * groups_of_scales
-            there = (pl.ds(first + chunk * groups_of_scales, groups_of_scales) for chunk in range(chunks))
-            return tuple(plgpu.load(unit.at[at.block, :, x], layout=layout, optimized=False) for x in there)
+    def scales(self, stage: jax.Array) -> tuple[jax.Array, ...]:
+        """Scale bytes of a stage's weights."""
+        cut, chunks, groups = self.cut, self.cut.settings.chunks, self.cut.groups_of_scales
+        at = self.locate(stage)
+        chosen = jnp.maximum(self.expert[at.block], 0)
+        loaded = []
+        for chunk in range(chunks):
+            inputs = pl.ds((at.depth * chunks + chunk) * groups, groups)
+            for plane in range(cut.planes):
+                source = self.scale.at[chosen, plane, pl.ds(at.tile * ROWS, ROWS), inputs]
+                loaded.append(plgpu.load(source, layout=scale_layout(cut.box), optimized=False))
+        return tuple(loaded)
 
-        def wait(stage: jax.Array) -> None:
-            plgpu.barrier_wait(smem["full"].at[group * stages + lax.rem(stage, jnp.int32(stages))])
+    def units(self, stage: jax.Array) -> tuple[jax.Array | None, ...]:
+        """Units of a stage's activations, if they have one for each scale group."""
+        chunks, groups = self.cut.settings.chunks, self.cut.groups_of_scales
+        if not self.cut.by_group:
+            return (None,) * chunks
+        at, layout = self.locate(stage), unit_layout(self.cut.box)
+        first = at.depth * chunks * groups
+        there = (pl.ds(first + chunk * groups, groups) for chunk in range(chunks))
+        return tuple(plgpu.load(self.unit.at[at.block, :, x], layout=layout, optimized=False) for x in there)
 
-        def tile_sums(item: jax.Array, first: tuple) -> tuple:
-            """(sums of each plane, scales and units of the next stage)."""
+    def tile_sums(self, item: jax.Array, first: tuple) -> tuple:
+        """(sums of each plane, scales and units of the next stage)."""
+        cut, smem, chunks = self.cut, self.smem, self.cut.settings.chunks
+        add = emulated_accumulate if cut.emulated else accumulate
 
-            def one(stage: jax.Array, carry: tuple) -> tuple:
-                sums, (loaded, ones) = list(carry[0]), carry[1]
-                following = scales(stage + 1), units(stage + 1)
-                wait(stage)
-                slot = group * stages + lax.rem(stage, jnp.int32(stages))
-                right = smem["rows"].at[locate(stage).depth if cut.resident else slot]
-                for chunk in range(chunks):
-                    for plane in range(cut.planes):
-                        left, mine = smem["packed"].at[slot, chunk, plane], loaded[chunk * cut.planes + plane]
-                        sums[plane] = add(sums[plane], left, mine, right, ones[chunk], cut.box, chunk * cut.box)
-                settle()  # every warp has read the buffer
-                fetch(stage + stages)
-                return tuple(sums), following
+        def one(stage: jax.Array, carry: tuple) -> tuple:
+            sums, (loaded, ones) = list(carry[0]), carry[1]
+            following = self.scales(stage + 1), self.units(stage + 1)
+            plgpu.barrier_wait(smem["full"].at[self.slot(stage)])
+            slot = self.slot(stage)
+            right = smem["rows"].at[self.locate(stage).depth if cut.resident else slot]
+            for chunk in range(chunks):
+                for plane in range(cut.planes):
+                    left, mine = smem["packed"].at[slot, chunk, plane], loaded[chunk * cut.planes + plane]
+                    sums[plane] = add(sums[plane], left, mine, right, ones[chunk], cut.box, chunk * cut.box)
+            self.settle()  # every warp has read the buffer
+            self.fetch(stage + cut.settings.stages)
+            return tuple(sums), following
 
-            zero = jnp.zeros((ROWS, COLUMNS), jnp.float32)
-            zero = zero if emulated else plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
-            return lax.fori_loop(first_stage(item), first_stage(item + 1), one, ((zero,) * cut.planes, first))
+        zero = jnp.zeros((ROWS, COLUMNS), jnp.float32)
+        zero = zero if cut.emulated else plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
+        return lax.fori_loop(self.first_stage(item), self.first_stage(item + 1), one, ((zero,) * cut.planes, first))
 
-        def total_of(buffer: jax.Array, plane: int) -> jax.Array:
-            parts = (smem["sums"].at[buffer, member, plane] for member in (range(groups) if shared else (group,)))
-            loads = [plgpu.load(part, layout=ENDS, optimized=False) for part in parts]
-            return sum(loads[1:], loads[0])
+    def total_of(self, buffer: jax.Array, plane: int) -> jax.Array:
+        """The sum over the warpgroups that share a tile."""
+        members = range(self.cut.settings.groups) if self.cut.shared else (self.group,)
+        parts = (self.smem["sums"].at[buffer, member, plane] for member in members)
+        loads = [plgpu.load(part, layout=ENDS, optimized=False) for part in parts]
+        return sum(loads[1:], loads[0])
 
-        def emit(number: jax.Array, value: jax.Array) -> None:
-            tile, block = lax.rem(number, jnp.int32(cut.tiles)), lax.div(number, jnp.int32(cut.tiles))
-            columns = pl.ds(tile * ROWS, ROWS)
-            if targeted:
-                put(outputs[0].at[:, columns], target.at[block], 0, value, ENDS)
-            else:
-                rows, ones = outputs
-                of_tile = pl.ds(tile * (ROWS // GROUP), ROWS // GROUP)
-                put_pairs(rows.at[pl.ds(block * COLUMNS, COLUMNS), columns], ones.at[block, :, of_tile], value)
+    def emit(self, number: jax.Array, value: jax.Array) -> None:
+        """Stores a finished tile: rows of tokens, or pairs for the next product."""
+        cut = self.cut
+        tile, block = lax.rem(number, jnp.int32(cut.tiles)), lax.div(number, jnp.int32(cut.tiles))
+        columns = pl.ds(tile * ROWS, ROWS)
+        if self.target is not None:
+            put = emulated_store if cut.emulated else store
+            put(self.outputs[0].at[:, columns], self.target.at[block], 0, value, ENDS)
+        else:
+            put_pairs = emulated_store_pairs if cut.emulated else store_pairs
+            rows, ones = self.outputs
+            of_tile = pl.ds(tile * (ROWS // GROUP), ROWS // GROUP)
+            put_pairs(rows.at[pl.ds(block * COLUMNS, COLUMNS), columns], ones.at[block, :, of_tile], value)
 
-        def tile(item: jax.Array, loaded: tuple) -> tuple:
-            sums, following = tile_sums(item, loaded)
-            number, buffer = start + item * stride, lax.rem(item, jnp.int32(2))
-            block = lax.div(number, jnp.int32(cut.tiles))
-            ones = None if by_group else unit if cut.resident else unit.at[block]
-            if shared:
-                pl.when(item > 1)(lambda: plgpu.barrier_wait(smem["drained"].at[buffer]))
-            for plane, value in enumerate(sums):
-                combine(smem["sums"].at[buffer, group, plane], value, ones)
-            if not shared:
-                settle()
-                emit(number, finish(*(total_of(buffer, plane) for plane in range(cut.planes))))
-                return following
-            turn = lax.rem(item, jnp.int32(groups))
-            plgpu.barrier_arrive(smem["summed"].at[turn])
-
-            @pl.when(group == turn)
-            def _end() -> None:
-                plgpu.barrier_wait(smem["summed"].at[turn])
-                totals = [total_of(buffer, plane) for plane in range(cut.planes)]
-                plgpu.barrier_arrive(smem["drained"].at[buffer])
-                emit(number, finish(*totals))
-
+    def tile(self, item: jax.Array, loaded: tuple) -> tuple:
+        """Sums and stores the `item`-th tile; of a shared one the warpgroups store in turn."""
+        cut, smem, finish = self.cut, self.smem, self.finish
+        combine = emulated_fold if cut.emulated else fold
+        sums, following = self.tile_sums(item, loaded)
+        number, buffer = self.start + item * self.stride, lax.rem(item, jnp.int32(2))
+        block = lax.div(number, jnp.int32(cut.tiles))
+        ones = None if cut.by_group else self.unit if cut.resident else self.unit.at[block]
+        if cut.shared:
+            pl.when(item > 1)(lambda: plgpu.barrier_wait(smem["drained"].at[buffer]))
+        for plane, value in enumerate(sums):
+            combine(smem["sums"].at[buffer, self.group, plane], value, ones)
+        if not cut.shared:
+            self.settle()
+            self.emit(number, finish(*(self.total_of(buffer, plane) for plane in range(cut.planes))))
             return following
+        turn = lax.rem(item, jnp.int32(cut.settings.groups))
+        plgpu.barrier_arrive(smem["summed"].at[turn])
 
-        for stage in range(stages):
-            fetch(jnp.int32(stage))
+        @pl.when(self.group == turn)
+        def _end() -> None:
+            plgpu.barrier_wait(smem["summed"].at[turn])
+            totals = [self.total_of(buffer, plane) for plane in range(cut.planes)]
+            plgpu.barrier_arrive(smem["drained"].at[buffer])
+            self.emit(number, finish(*totals))
+
+        return following
+
+    def run(self) -> None:
+        """All tiles of this warpgroup."""
+        cut, smem = self.cut, self.smem
+        for stage in range(cut.settings.stages):
+            self.fetch(jnp.int32(stage))
         if cut.resident:
-            fill = emulated_quantize if emulated else quantize
-            fill(rows_in, smem["rows"], smem["unit"], smem["largest"], groups)
+            fill = emulated_quantize if cut.emulated else quantize
+            fill(self.inputs, smem["rows"], smem["unit"], smem["largest"], cut.settings.groups)
             plgpu.commit_smem()
             plgpu.barrier_arrive(smem["shared"])
-        first = scales(jnp.int32(0))
+        first = self.scales(jnp.int32(0))
         if cut.resident:
             plgpu.barrier_wait(smem["shared"])
-        items = lax.div(jnp.maximum(total - start + stride - 1, 0), jnp.int32(stride))
-        lax.fori_loop(0, items, tile, (first, units(jnp.int32(0))))
-        if shared:
+        items = lax.div(jnp.maximum(self.total - self.start + self.stride - 1, 0), jnp.int32(self.stride))
+        lax.fori_loop(0, items, self.tile, (first, self.units(jnp.int32(0))))
+        if cut.shared:
             for last in range(2):
 
                 @pl.when(items > last)
                 def _leave(last: int = last) -> None:
                     plgpu.barrier_wait(smem["drained"].at[lax.rem(items - 1 - last, jnp.int32(2))])
-
-    return body
