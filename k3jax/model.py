@@ -19,7 +19,7 @@ from k3jax.layers.moe import LatentMoe
 from k3jax.layers.norm import RmsNorm
 from k3jax.params import Tree, model_specs
 from k3jax.sharding import Layout
-from k3jax.sharding_local import TOKENS_OF_A_DEVICE, Spread, look_up
+from k3jax.sharding_local import TOKENS_OF_A_DEVICE, Spread, Term, look_up
 from pallas import gemv
 from pallas.dispatch import Implementation
 from pallas.moe import Routing
@@ -74,11 +74,11 @@ class Layer(nnx.Module):
 
     def feed_forward(
         self, x: Float[Array, "B S D"], spread: Spread, experts: Int32[Array, "N k"] | None
-    ) -> tuple[Float[Array, "B S D"], Routing | None, Float32[Array, "N E"] | None]:
+    ) -> tuple[Float[Array, "B S D"] | Term, Routing | None, Float32[Array, "N E"] | None]:
         """What the MLP or MoE adds to the stream; the routing of the latter, and its scores if `experts` are given."""
         dtype, ffn = x.dtype, self.ffn
         if not isinstance(ffn, LatentMoe):
-            return spread.take(ffn(spread.all_tokens(x)), dtype, terms=ffn.axis is not None), None, None
+            return spread.leave(ffn(spread.all_tokens(x)), dtype, terms=ffn.axis is not None), None, None
         if spread.by_token and ffn.expert_axis is not None:
             return *self._exchanged(ffn, x, spread), None
         x, scores, forced = spread.all_tokens(x), None, None
@@ -87,7 +87,7 @@ class Layer(nnx.Module):
             scores, weights = plain + ffn.correction_bias[...][None], jnp.take_along_axis(plain, experts, axis=-1)
             forced = Routing(experts, weights / jnp.sum(weights, axis=-1, keepdims=True) * ffn.scaling)
         fed, routing = ffn(x, forced, table=spread.table)
-        return spread.take(fed, dtype, terms=ffn.axis is not None), routing, scores
+        return spread.leave(fed, dtype, terms=ffn.axis is not None), routing, scores
 
     def _exchanged(
         self, ffn: LatentMoe, x: Float[Array, "B S D"], spread: Spread
@@ -111,7 +111,7 @@ class Layer(nnx.Module):
             residual = residual.freeze()
         dtype, attention = x.dtype, self.attention
         attended, cache = attention(spread.all_tokens(x), rows, cache)  # pyright: ignore[reportArgumentType]
-        residual = residual.add(spread.take(attended, dtype, terms=attention.axis is not None))
+        residual = residual.add(spread.leave(attended, dtype, terms=attention.axis is not None))
         residual, x = self.ffn_res.read(residual, self.ffn_norm)
         fed, routing, scores = self.feed_forward(x, spread, experts)
         return residual.add(fed), cache, (routing, scores)
@@ -165,7 +165,8 @@ class K3(nnx.Module):
         self.norm = RmsNorm(parameters["norm"], config.norm_eps)
         self.head = nnx.Param(parameters["head"])
         self.implementation: Implementation = implementation
-        inboxes = layout and layout.inboxes
+        # Without the embedding's sum there is no exchange of the runtime's in front, see `forward`.
+        inboxes = None if layout is None or implementation == "xla" or self.vocab_axis is None else layout.inboxes
         self.inboxes = None if inboxes is None else nnx.Variable(inboxes.table)
         """Where devices send terms of sums; the memory itself belongs to the layout."""
 

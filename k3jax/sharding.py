@@ -6,8 +6,9 @@ partitions, so that kernels see one device's part: `sharding_local.py` has what 
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -15,6 +16,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from k3jax.cache import K3Cache, KdaCache, KdaSpeculative, LayerCache, MlaCache
 from k3jax.params import ParamSpec, Tree
 from pallas import collectives, kda
+
+NOTES = logging.getLogger("k3jax.sharding")
+"""Gets the notes on meshes whose sums could be faster."""
+
+Sums = Literal["auto", "nccl", "one-hop"]
 
 
 class ShardingError(ValueError):
@@ -55,8 +61,9 @@ class Preset:
 
     mesh: tuple[tuple[str, int], ...]
     rules: Rules
-    one_hop: bool = False
-    """Whether sums of a few rows pass through inboxes of our own, which takes GPUs that reach one another's memory."""
+    sums: Sums = "nccl"
+    """Sums of a few rows: in one hop through inboxes of our own, which takes GPUs that reach one another's memory; by
+    the runtime; or in one hop where trial sums of these devices come out right."""
 
 
 _TENSOR = Rules(
@@ -65,10 +72,11 @@ _TENSOR = Rules(
 
 PRESETS: Mapping[str, Preset] = {
     "single": Preset((("tensor", 1),), Rules()),
-    **{f"tp{devices}": Preset((("tensor", devices),), _TENSOR) for devices in (2, 4, 8, 16)},
+    **{f"tp{devices}": Preset((("tensor", devices),), _TENSOR, "auto") for devices in (2, 4, 8)},
+    "tp16": Preset((("tensor", 16),), _TENSOR),
     # Long chunks are split by token over the same axis as the experts, and tokens travel to their experts and back.
     "dep8": Preset((("expert", 8),), Rules(experts="expert")),
-    **{f"tp{devices}-one-hop": Preset((("tensor", devices),), _TENSOR, one_hop=True) for devices in (2, 4, 8)},
+    **{f"tp{n}-{sums}": Preset((("tensor", n),), _TENSOR, sums) for sums in ("nccl", "one-hop") for n in (2, 4, 8)},
 }
 
 
@@ -157,11 +165,14 @@ class Layout:
 def layout(preset: str, devices: Sequence[Any] | None = None) -> Layout:
     """The mesh of `preset` on the first `devices` (default: all that JAX sees).
 
-    Raises `ShardingError` for an unknown preset, too few devices or devices that do not fit it.
+    On GPUs tp2, tp4 and tp8 try sums in one hop, once in a process, and note why they are not used where they are not.
+    Raises `ShardingError` for an unknown preset, too few devices or devices that do not fit it, and
+    `collectives.StuckError` where that trial leaves GPUs of no use.
     """
     if preset not in PRESETS:
         raise ShardingError(f"mesh preset {preset!r} is unknown, expected one of {', '.join(PRESETS)}")
-    names, sizes = zip(*PRESETS[preset].mesh, strict=True)
+    chosen = PRESETS[preset]
+    names, sizes = zip(*chosen.mesh, strict=True)
     available = list(jax.devices() if devices is None else devices)
     needed = 1
     for size in sizes:
@@ -169,10 +180,20 @@ def layout(preset: str, devices: Sequence[Any] | None = None) -> Layout:
     if len(available) < needed:
         raise ShardingError(f"mesh preset {preset!r} needs {needed} devices, {len(available)} are visible")
     mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=available[:needed])
-    if not PRESETS[preset].one_hop:
-        return Layout(mesh, PRESETS[preset].rules)
+    return Layout(mesh, chosen.rules, None if chosen.sums == "nccl" else _inboxes(preset, chosen.sums, mesh))
+
+
+def _inboxes(preset: str, sums: Sums, mesh: Mesh) -> collectives.Inboxes | None:
+    """For sums in one hop where they are right on these devices; else None, unless they were asked for by name."""
+    plain = preset.removesuffix("-one-hop")
     try:
-        return Layout(mesh, PRESETS[preset].rules, collectives.connect(mesh))
-    except NotImplementedError as reason:
-        plain = preset.removesuffix("-one-hop")
-        raise ShardingError(f"mesh preset {preset!r} does not fit these devices: {reason}; use {plain}") from reason
+        group = collectives.proved(mesh)
+    except collectives.StuckError as error:
+        raise collectives.StuckError(f"mesh preset {preset!r}: {error}; start anew with {plain}-nccl") from error
+    if isinstance(group, collectives.Inboxes):
+        return group
+    if sums == "one-hop":
+        raise ShardingError(f"mesh preset {preset!r} does not fit these devices: {group}; use {plain}") from group
+    if jax.default_backend() == "gpu":
+        NOTES.warning("note mesh %s: sums are NCCL's, which are slower than in one hop: %s", preset, group)
+    return None

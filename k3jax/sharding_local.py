@@ -7,6 +7,7 @@ mesh axis that something is split over, None where it is whole.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -29,6 +30,20 @@ def add_up(
 ) -> Float[Array, "*batch D"]:
     """The sum of the devices' terms on every device, in `dtype`; in one hop through the inboxes of `table`."""
     return term.astype(dtype) if axis is None else collectives.all_reduce(term, axis, table, dtype=dtype)
+
+
+class Term(NamedTuple):
+    """A term that waits to be summed by the read that takes it, see `attn_res.read`."""
+
+    part: Float[Array, "*batch D"]
+    dtype: jnp.dtype
+    """Of the sum."""
+    axis: str
+    table: UInt32[Array, "1 W"]
+
+    def sum(self) -> Float[Array, "*batch D"]:
+        """The sum by itself."""
+        return add_up(self.axis, self.part, self.dtype, self.table)
 
 
 def term_of(axis: str, whole: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
@@ -84,6 +99,12 @@ class Spread:
         if terms:
             return lax.psum_scatter(output, self.axis, scatter_dimension=1, tiled=True).astype(dtype)
         return own_part(self.axis, output, output.shape[1] // lax.axis_size(self.axis), 1).astype(dtype)
+
+    def leave(self, output: Float[Array, "B T D"], dtype: jnp.dtype, *, terms: bool) -> Float[Array, "B S D"] | Term:
+        """As `take`; a sum in one hop is left to the next read of the stream, which saves a kernel."""
+        if self.axis is None or self.table is None or self.by_token or not terms:
+            return self.take(output, dtype, terms=terms)
+        return Term(output, dtype, self.axis, self.table)
 
     def all_tokens(self, x: Shaped[Array, "B S D"]) -> Shaped[Array, "B T D"]:
         """What the next layer takes: every token on every device."""

@@ -1,9 +1,9 @@
 """Choice of a backend. `None` tries an op's backends in order until one does not refuse.
 
 A named backend runs wherever the op has it. On a device that it is not made for it raises `WrongDevice`, without its
-package `MissingPackage`. An op that has no kernel of that name, or whose kernel refuses the shape or type of this call,
-runs as with `None` and says so in a note with the reason, once per traced call: so a whole model runs with the kernels
-that there are, and nothing asked for by name is replaced in silence.
+package `MissingPackage`. An op that has no kernel of that name, or whose kernel refuses the shape or type of this call
+or the generation of the GPU, runs as with `None` and says so in a note with the reason, once per traced call: so a
+whole model runs with the kernels that there are, and nothing asked for by name is replaced in silence.
 """
 
 import functools
@@ -36,12 +36,55 @@ def require_gpu(name: str) -> None:
         raise WrongDevice(f"{name} runs on GPUs, the default backend is {platform!r}")
 
 
-def require_hopper(name: str) -> None:
-    """Raises `WrongDevice` unless the default device has the instructions that the Mosaic kernels use."""
+HOPPER, BLACKWELL = 9, 10
+"""Major compute capability: of H100 and H200; of B200 and GB300."""
+NAMES = {HOPPER: "9.x (H100, H200)", BLACKWELL: "10.x (B200, GB300)"}
+MULTIPROCESSORS = 132
+"""Of an H200, which kernels are cut for where there is no GPU."""
+
+
+class MissingInstruction(NotImplementedError):
+    """A kernel uses what this generation of GPUs does not have; other kernels of the op's family may run there."""
+
+
+def capability() -> tuple[int, int]:
+    """Compute capability of the default device; 9.0, what kernels are lowered for, where there is no GPU.
+
+    0.0 of a GPU that has another kind of name for it.
+    """
+    major, _, minor = _capability_text().partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+def _capability_text() -> str:
+    return str(getattr(jax.devices()[0], "compute_capability", "9.0"))
+
+
+def multiprocessors() -> int:
+    """Of the default device."""
+    return getattr(jax.devices()[0], "core_count", MULTIPROCESSORS)
+
+
+def warps_multiply() -> bool:
+    """Whether products are those of single warps (`mma.sync`): only Hopper has those of warpgroups (`wgmma`)."""
+    return capability()[0] != HOPPER
+
+
+def require_capability(name: str, *served: int) -> None:
+    """Raises unless the default device is a GPU of a generation in `served`: what a kernel has been compiled for.
+
+    `WrongDevice` where no Mosaic kernel runs; `MissingInstruction` where this one does not.
+    """
     require_gpu(name)
-    capability = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
-    if not capability.startswith("9."):
-        raise WrongDevice(f"{name} needs compute capability 9.x (H100, H200), this GPU has {capability}")
+    if (major := capability()[0]) not in served:
+        kind = MissingInstruction if major in NAMES else WrongDevice
+        needed = " or ".join(NAMES[generation] for generation in served)
+        raise kind(f"{name} needs compute capability {needed}, this GPU has {_capability_text()}")
+
+
+def require_hopper(name: str) -> None:
+    """`require_capability` for kernels of warpgroup products, which no other generation has."""
+    require_capability(name, HOPPER)
 
 
 def select(implementation: Implementation, **backends: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,30 @@
-"""Pieces of inline code in Mosaic kernels: constants, addresses and the numbers that a thread holds."""
+"""Pieces of inline code in Mosaic kernels: instructions, constants, addresses and the numbers that a thread holds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+
+def asm(
+    kinds: Sequence[ir.Type], text: str, constraints: str, *operands: ir.Value, pure: bool = False
+) -> list[ir.Value]:
+    """Instructions as text, in a scope of their own; a value of each of `kinds`, `$0` on, then come the operands.
+
+    `pure` ones touch no memory and no other thread: they may be moved, merged and left out.
+    """
+    kind = llvm.StructType.get_literal(list(kinds)) if len(kinds) > 1 else next(iter(kinds), None)
+    made = llvm.inline_asm(kind, operands, "{" + text + "}", constraints, asm_dialect=0, has_side_effects=not pure)
+    if len(kinds) > 1:
+        return [llvm.extractvalue(one, made, [i]) for i, one in enumerate(kinds)]
+    return [made] if kinds else []
+
+
+def word() -> ir.Type:
+    """The type of 32 bits."""
+    return ir.IntegerType.get_signless(32)
 
 
 def i32(value: int) -> ir.Value:

@@ -12,7 +12,7 @@ from k3jax.layers.mlp import Mlp
 from k3jax.layers.norm import RmsNorm
 from k3jax.params import Tree
 from k3jax.sharding_local import add_up, own_experts, term_dtype, term_of, term_of_columns
-from pallas import gemv, moe
+from pallas import collectives, gemv, moe
 from pallas.dispatch import Implementation
 from pallas.precision import einsum
 
@@ -68,7 +68,7 @@ class LatentMoe(nnx.Module):
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         chosen, latent, hidden = self.front(tokens)
         routing = forced or chosen
-        mixed = self.latent_norm(self.mix(latent, routing, own_tokens=own_tokens, table=table))
+        mixed = self.mix(latent, routing, own_tokens=own_tokens, table=table)
         return self.join(mixed, hidden).reshape(x.shape), routing
 
     def scores(self, x: Float[Array, "*batch D"]) -> Float32[Array, "N E"]:
@@ -99,18 +99,21 @@ class LatentMoe(nnx.Module):
         own_tokens: bool = False,
         table: UInt32[Array, "1 W"] | None = None,
     ) -> Float[Array, "N L"]:
-        """The weighted sum of each token's experts, wherever they live: complete before the norm takes it."""
+        """The norm of the weighted sum of each token's experts, wherever they live."""
         options = {"beta": self.beta, "linear_beta": self.linear_beta, "implementation": self.implementation}
         if own_tokens:
             assert self.expert_axis is not None
             args = (latent, routing.ids, routing.weights, self.weights())
-            return moe.parallel_experts(*args, axis=self.expert_axis, **options)
+            return self.latent_norm(moe.parallel_experts(*args, axis=self.expert_axis, **options))
         axis, ids = self.expert_axis or self.inner_axis, routing.ids
         if self.expert_axis is not None:
             ids = own_experts(self.expert_axis, ids, self.experts["down_packed"].shape[0])
         dtype = term_dtype(axis, latent)
         mixed = moe.experts(latent, ids, routing.weights, self.weights(), dtype=dtype, **options)
-        return add_up(axis, mixed, latent.dtype, table)
+        if axis is None or table is None:
+            return self.latent_norm(add_up(axis, mixed, latent.dtype))
+        weight, eps = self.latent_norm.weight[...], self.latent_norm.eps
+        return collectives.normed_all_reduce(mixed, axis, table, weight, dtype=latent.dtype, eps=eps)
 
     def join(self, mixed: Float[Array, "N L"], hidden: Float[Array, "N 2 F"]) -> Float[Array, "N D"]:
         """Routed and shared output together: a term of a sum where either is split, with one collective for both."""

@@ -7,18 +7,25 @@ import jax
 
 from pallas.attn_res import mosaic_read, mosaic_stream, mosaic_summary, xla
 from pallas.attn_res.types import Read, Summary
-from pallas.dispatch import require_hopper
+from pallas.dispatch import BLACKWELL, HOPPER, require_capability
 
 
 def read(*args: Any) -> Read:
-    """`api.read`; refuses with `NotImplementedError` where the default device is not a Hopper GPU."""
-    require_hopper("attn_res mosaic read")
+    """`api.read`; refuses with `NotImplementedError` where the default device is no GPU that it was compiled for."""
+    require_capability("attn_res mosaic read", HOPPER, BLACKWELL)
     return differentiable_read(*args)
+
+
+def read_term(*args: Any) -> Read:
+    """`api.read` of a term, for few tokens: the sum over devices is a part of the kernel. Refuses as `read` does."""
+    require_capability("attn_res mosaic read of a term", HOPPER, BLACKWELL)
+    *given, table, axis = args
+    return mosaic_read.read(*given, table=table, devices=jax.lax.axis_size(axis))
 
 
 def summarize(*args: Any, eps: float) -> Summary:
     """`api.summarize`; refuses as `read` does."""
-    require_hopper("attn_res mosaic summary")
+    require_capability("attn_res mosaic summary", HOPPER, BLACKWELL)
     return mosaic_summary.summarize(*args, eps)
 
 

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
-from pallas.attn_res import cluster
+from pallas import cluster
 from pallas.attn_res.types import Read
+from pallas.cluster import LANES
+from pallas.collectives import exchange
 
 THREADS, WARPS, WIDTH = 128, 4, 8
 SPAN = THREADS * WIDTH
@@ -23,8 +25,6 @@ SPAN = THREADS * WIDTH
 MOST = 16
 """Vectors that a read can mix: half a warp's lanes."""
 MOST_BLOCKS = 8
-LANES = plgpu.Layout.TILED(plgpu.Tiling(((4, 32), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1).reduce(0)
-"""[32]: a value per lane, the same in every warp."""
 THREAD = plgpu.Layout.TILED(
     plgpu.Tiling(((THREADS, WIDTH), (THREADS // 4, WIDTH))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
 )
@@ -55,9 +55,16 @@ def read(
     eps: float,
     norm_eps: float,
     interpret: Any = None,
+    table: UInt32[Array, "1 W"] | None = None,
+    devices: int = 1,
 ) -> Read:
-    """`api.read`; interpretation knows no clusters, so there a token has as many channels as one block."""
+    """`api.read`; interpretation knows no clusters, so there a token has as many channels as one block.
+
+    With a `table` the output is a term in float32: the threads that take it sum it up over so many `devices`.
+    """
     require_supported(prefix, len(sources))
+    if table is not None and output is not None:
+        exchange.require_supported(output)
     shape, channels = prefix.shape, prefix.shape[-1]
     tokens, blocks = prefix.size // channels, channels // SPAN
     count = len(sources) + 1
@@ -66,12 +73,16 @@ def read(
         x.reshape(tokens, blocks, THREADS, WIDTH) for x in (*sources, prefix, *(() if output is None else (output,)))
     ]
     weights = [x.reshape(blocks, THREADS, WIDTH) for x in (norm, query, out_norm)]
+    tables = () if table is None else (table,)
+    loaded = count if tables else len(vectors)
     # Interpretation does not know the lighter one.
     synchronize = cluster.synchronize if interpret is None else plgpu.commit_smem
 
     def body(*refs: Any):
         inputs, refs = refs[: len(vectors)], refs[len(vectors) :]
         norm, query, out_norm, *refs = refs
+        if tables:
+            addresses, *refs = refs
         if output is not None:
             prefix_out, *refs = refs
         normed_out, partials, inbox, alphas, squares, barriers = refs
@@ -89,12 +100,17 @@ def read(
             partials[0, index] = (wide * wide).sum(axis=1)
             partials[1, index] = (wide * key).sum(axis=1)
 
+        if tables:
+            term = exchange.Site(addresses, inputs[count], inputs[count].at[token, block], devices, THREAD)
+            term.send()
         key = load(norm.at[block]).astype(jnp.float32) * load(query.at[block]).astype(jnp.float32)
         gain = load(out_norm.at[block])
         values = [load(ref.at[token, block]) for ref in inputs[: count - 1]]
-        live = [load(ref.at[token, block]) for ref in inputs[count - 1 :]]
+        live = [load(ref.at[token, block]) for ref in inputs[count - 1 : loaded]]
         for index, value in enumerate(values):
             sums(index, value)
+        if tables:
+            live.append(term.receive())
         if output is not None:
             live[0] = live[0] + live[1]
             prefix_out[token, block] = live[0]
@@ -160,6 +176,6 @@ def read(
         ),
         interpret=interpret,
         kernel_name="attn_res_read",
-    )(*vectors, *weights)
+    )(*vectors, *weights, *tables)
     results = [x.reshape(shape) for x in results]
     return Read(prefix if output is None else results[0], results[-1])

@@ -14,9 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas.attn_res import cluster
-from pallas.attn_res.mosaic_read import LANES, ROWS, SPAN, THREAD, THREADS, WIDTH, require_supported
+from pallas import cluster
+from pallas.attn_res.mosaic_read import ROWS, SPAN, THREAD, THREADS, WIDTH, require_supported
 from pallas.attn_res.types import Summary
+from pallas.cluster import LANES
 
 MOST_TOKENS = 64
 PLACES = 8

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
-from pallas.collectives import mosaic, xla
+from pallas.collectives import mosaic, mosaic_norm, xla
 from pallas.dispatch import Implementation, select
 
 
@@ -32,3 +32,36 @@ def all_reduce(
     """
     kind = jnp.dtype(x.dtype if dtype is None else dtype)
     return select(implementation, mosaic=mosaic.on_gpu, xla=xla.all_reduce)(x, axis, table, kind, channel)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "dtype", "eps", "implementation"))
+def normed_all_reduce(
+    x: Float[Array, "N D"],
+    axis: str,
+    table: UInt32[Array, "1 W"] | None,
+    weight: Float[Array, " D"],
+    *,
+    dtype: DTypeLike,
+    eps: float,
+    implementation: Implementation = None,
+) -> Float[Array, "N D"]:
+    """Weight times the RMSNorm of each row of `all_reduce`, which is rounded to `dtype` before and after: one kernel.
+
+    Statistics are in float32; everything else is as in `all_reduce`, of whose sums on channel 0 this is one.
+    """
+    portable = functools.partial(_norm_of_sum, implementation)
+    run = select(implementation, mosaic=mosaic_norm.on_gpu, xla=portable)
+    return run(x, axis, table, weight, jnp.dtype(dtype), eps)
+
+
+def _norm_of_sum(
+    implementation: Implementation,
+    x: Array,
+    axis: str,
+    table: Array | None,
+    weight: Array,
+    dtype: jnp.dtype,
+    eps: float,
+) -> Array:
+    """The norm of a sum by a kernel of its own."""
+    return xla.norm(all_reduce(x, axis, table, dtype=dtype, implementation=implementation), weight, eps)

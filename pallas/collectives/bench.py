@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas import timing
 from pallas.benchmark import Check, Measurement, compiled, measured_peer
-from pallas.collectives import api, inboxes, layout, mosaic, reference
+from pallas.collectives import api, bench_inside, inboxes, layout, mosaic, reference
 from pallas.collectives.shapes import HIDDEN, LATENT
 from pallas.dispatch import Implementation
 
@@ -106,6 +106,7 @@ def gate(implementation: Implementation = None) -> list[Check]:
         for line, turn in itertools.product(lines, range(3)):
             x, run = jax.device_put(draw(mesh.size, line, turn), sharding), _on_mesh(mesh, line, implementation, 1)
             checks += _check(f"{mesh.size} devices", run, group.table, x, line)
+        checks += bench_inside.gate(mesh, group.table, implementation)
     for count in (2, 8) if gpu else ():
         group = inboxes.played(count)
         for line, turn in itertools.product(lines, range(3)):
@@ -147,3 +148,4 @@ def _measure_mesh(mesh: Mesh) -> Iterator[Measurement]:
         name = f"{mesh.size} devices, {line.rows} x {line.width} {jnp.dtype(line.kind)}"
         peer = measured_peer("XLA (NCCL)", functools.partial(time, line, "xla"))
         yield Measurement(name, time(line, None), sent / LINK * 1e6, GOAL if line.goal else None, (peer,))
+    yield from bench_inside.measure(mesh, group.table)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import UInt32
 
 from pallas.collectives import layout
+from pallas.dispatch import BLACKWELL, HOPPER, require_capability
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,6 +36,7 @@ def connect(mesh: Mesh) -> Inboxes:
         raise NotImplementedError(f"{len(devices)} devices, two to {layout.MOST_DEVICES} are served")
     if any(device.platform != "gpu" or device.process_index != jax.process_index() for device in devices):
         raise NotImplementedError("not all devices are GPUs of this process")
+    require_capability("one-shot sum", HOPPER, BLACKWELL)
     require_peers([device.local_hardware_id for device in devices])
     return _open(devices, NamedSharding(mesh, PartitionSpec(mesh.axis_names[0])))
 

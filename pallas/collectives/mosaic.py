@@ -22,12 +22,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas.collectives import layout
-from pallas.dispatch import require_hopper
+from pallas.dispatch import BLACKWELL, HOPPER, require_capability
 
 THREADS = 128
 """Threads of a block, units that it sums."""
-POLLS = 1 << 25
-"""Polls, of about a microsecond, before a kernel gives up its peers and takes the process down."""
+POLLS = 1 << 29
+"""Polls, of about a microsecond, before a kernel gives up its peers and takes the process down.
+
+Not fewer: who suspends a process may do so between the launches of two devices.
+"""
 
 
 def _words(name: str) -> str:
@@ -44,8 +47,11 @@ def _send(devices: int) -> list[str]:
     return lines
 
 
-def _receive(devices: int, polls: int) -> list[str]:
-    """Loads the slots of all senders until none has an empty word, then empties them."""
+def _receive(devices: int, polls: int, trap: bool) -> list[str]:
+    """Loads the slots of all senders until none has an empty word, then empties them.
+
+    After so many `polls` it traps, or goes on with what came: an empty word makes a sum that is NaN.
+    """
     lines = ["mov.b32 count, 0;", "AGAIN_${:uid}:"]
     for device in range(devices):
         lines.append(f"ld.relaxed.sys.global.v4.b32 {{{_words(f's{device}w')}}}, [here+{device * layout.RUN}];")
@@ -53,7 +59,8 @@ def _receive(devices: int, polls: int) -> list[str]:
     for device in range(devices):
         for word in range(4):
             lines.append(f"setp.eq.or.b32 p, s{device}w{word}, {layout.EMPTY}, p;")
-    lines.append(f"add.u32 count, count, 1; setp.gt.u32 q, count, {polls}; @q trap; @p bra AGAIN_${{:uid}};")
+    enough = f"setp.gt.u32 q, count, {polls}; @q trap;" if trap else f"setp.le.and.u32 p, count, {polls}, p;"
+    lines.append(f"add.u32 count, count, 1; {enough} @p bra AGAIN_${{:uid}};")
     empty = ", ".join(["empty"] * 4)
     lines.append(f"mov.b32 empty, {layout.EMPTY};")
     for device in range(devices):
@@ -86,7 +93,9 @@ def _store(narrow: bool, to_narrow: bool) -> list[str]:
     return [*lines, f"st.global.v{words}.b32 [out], {{{', '.join(f'v{index}' for index in range(words))}}};"]
 
 
-def program(devices: int, units: int, channel: int, narrow: bool, to_narrow: bool, polls: int) -> str:
+def program(
+    devices: int, units: int, channel: int, narrow: bool, to_narrow: bool, polls: int = POLLS, trap: bool = True
+) -> str:
     """What a thread does, in PTX; its operands are the addresses of table, input and output.
 
     `narrow` and `to_narrow`: input and output are bfloat16 and not float32. The grid may play several devices: then
@@ -117,16 +126,24 @@ def program(devices: int, units: int, channel: int, narrow: bool, to_narrow: boo
         f"add.s64 here, here, {layout.COUNTERS}; cvt.u32.u64 rank, rank64;",
         f"mad.wide.u32 there, rank, {layout.RUN}, there; add.s64 there, there, {inbox + layout.COUNTERS};",
     ]
-    body = [*_send(devices), *_receive(devices, polls), *_sum(devices, narrow), *_store(narrow, to_narrow)]
+    body = [*_send(devices), *_receive(devices, polls, trap), *_sum(devices, narrow), *_store(narrow, to_narrow)]
     return "\n".join([*lines, *body, "DONE_${:uid}: }"])
 
 
 def all_reduce(
-    table: jax.Array, x: jax.Array, dtype: Any, *, devices: int, channel: int = 0, polls: int = POLLS
+    table: jax.Array,
+    x: jax.Array,
+    dtype: Any,
+    *,
+    devices: int,
+    channel: int = 0,
+    polls: int = POLLS,
+    trap: bool = True,
 ) -> jax.Array:
     """Sums of `x` [R, N] over `devices` devices in `dtype`, for the R of them whose rows of the table are given.
 
-    R is one in a mesh; all of them on one GPU is a way to try the kernel. Raises `NotImplementedError` for types other
+    R is one in a mesh; all of them on one GPU is a way to try the kernel. After so many `polls` without an answer it
+    traps, which ends the process, or else gives NaN for what has not come. Raises `NotImplementedError` for types other
     than float32 and bfloat16 and for sums that an inbox does not hold or that are not whole units.
     """
     narrow, to_narrow = (jnp.dtype(kind) == jnp.bfloat16 for kind in (x.dtype, dtype))
@@ -136,7 +153,7 @@ def all_reduce(
     units, rest = divmod(size * x.dtype.itemsize, layout.UNIT)
     if rest or not 0 < units <= layout.CAPACITY or devices > layout.MOST_DEVICES:
         raise NotImplementedError(f"a sum of {size} {x.dtype} over {devices} devices: not whole units, or too large")
-    asm = program(devices, units, channel, narrow, to_narrow, polls)
+    asm = program(devices, units, channel, narrow, to_narrow, polls, trap)
 
     def body(table: Any, x: Any, out: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
@@ -161,7 +178,7 @@ def all_reduce(
 
 def on_gpu(x: jax.Array, axis: str, table: jax.Array | None, dtype: jnp.dtype, channel: int) -> jax.Array:
     """See `pallas.collectives.all_reduce`; refuses with `NotImplementedError` where this kernel does not serve."""
-    require_hopper("one-shot sum")
+    require_capability("one-shot sum", HOPPER, BLACKWELL)
     if table is None:
         raise NotImplementedError("there are no inboxes")
     if not 0 <= channel < layout.CHANNELS:

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 from k3jax import params, sharding, sharding_local
 from k3jax.config import k3, nano
+from pallas import collectives
 
 
 def test_single_is_one_device():
@@ -62,6 +63,30 @@ def test_sums_in_one_hop_need_gpus():
         sharding.ShardingError, match=r"'tp2-one-hop' does not fit .* not all devices are GPUs.*use tp2$"
     ):
         sharding.layout("tp2-one-hop")
+
+
+def test_sums_of_plain_presets(monkeypatch, caplog):
+    """In one hop where a trial has proved them; else the runtime's, with a note on GPUs; by name either."""
+    assert all(sharding.layout(preset).inboxes is None for preset in ("tp2", "tp2-nccl", "tp8"))
+    assert not caplog.messages
+    group = collectives.Inboxes(jnp.zeros((2, 8), jnp.uint32), ())
+    monkeypatch.setattr(collectives, "proved", lambda mesh: group)
+    assert sharding.layout("tp2").inboxes is sharding.layout("tp2-one-hop").inboxes is group
+    assert sharding.layout("tp2-nccl").inboxes is sharding.layout("dep8").inboxes is None
+
+    monkeypatch.setattr(collectives, "proved", lambda mesh: NotImplementedError("GPU 1 is far away"))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert sharding.layout("tp2").inboxes is None
+    assert caplog.messages == ["note mesh tp2: sums are NCCL's, which are slower than in one hop: GPU 1 is far away"]
+
+
+def test_devices_that_a_trial_left_stuck(monkeypatch):
+    def stuck(mesh):
+        raise collectives.StuckError("the devices do not end their trial sums")
+
+    monkeypatch.setattr(collectives, "proved", stuck)
+    with pytest.raises(collectives.StuckError, match=r"'tp4': the devices do not end .*; start anew with tp4-nccl$"):
+        sharding.layout("tp4")
 
 
 def test_parameters_that_share_an_axis_are_split_together():

@@ -38,8 +38,11 @@ INTEGER = {
     "mov": lambda a, b: a,
     "cvt": lambda a, b: a,
     "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
     "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
     "shl": lambda a, b: a << b,
+    "shr": lambda a, b: a >> b,
     "div": lambda a, b: a // b,
     "rem": lambda a, b: a % b,
 }
@@ -143,8 +146,8 @@ class Thread:
         if name[:3] == ["cvt", "rn", "bf16x2"]:
             return to_bf16(a) << 16 | to_bf16(b)
         if kind == "setp":
-            outcome = {"eq": a == b, "ge": a >= b, "gt": a > b}[name[1]]
-            return outcome or bool(c) if name[2] == "or" else outcome
+            outcome = {"eq": a == b, "ge": a >= b, "gt": a > b, "le": a <= b}[name[1]]
+            return {"or": outcome or bool(c), "and": outcome and bool(c)}.get(name[2], outcome)
         if kind == "selp":
             return a if c else b
         if kind in ("mul", "mad"):

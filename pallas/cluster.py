@@ -12,6 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+LANES = plgpu.Layout.TILED(plgpu.Tiling(((4, 32), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1).reduce(0)
+"""[32]: a value per lane, the same in every warp."""
 BARRIERS = 2
 WORDS = 2 * BARRIERS
 """32-bit words of shared memory that the barriers take."""
