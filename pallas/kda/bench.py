@@ -26,10 +26,8 @@ __all__ = ["gate", "measure"]
 
 BEYOND_CACHE = 110e6
 """Bytes of state that a chain of calls walks over: twice what the L2 cache holds."""
-TUNING_SECONDS = 15.0
-"""How long the table waits for the tuning of fla's recurrence once our gate's programs are compiled."""
-CHUNK_SECONDS = 45.0
-"""The same for fla's chunked form, which is started behind the lines that it would disturb."""
+TUNING_SECONDS = 75.0
+"""How long the table waits for fla's tuning once our gate's programs are compiled."""
 COMMITS = 16
 """Commits of a program."""
 FLA = "fla-core, recurrence and gate alone"
@@ -250,7 +248,7 @@ def rivals(line: Line, slow: bool, ready: dict[str, Future[Callable]], fla: peer
 
 
 class Prepared(NamedTuple):
-    """Programs of the gate, and of the table in its order; the children of fla's recurrence."""
+    """Programs of the gate, and of the table in its order; fla's children, which tune while those are compiled."""
 
     gate: dict[str, Future[Callable]]
     table: dict[str, Future[Callable]]
@@ -264,15 +262,10 @@ def prepared(implementation: Implementation) -> Prepared:
     if jax.default_backend() != "gpu":
         return Prepared(compiling(gated), {}, peers.Fla([]))
     table = lines()
-    fla = peers.Fla(fla_calls(short_lines(table)))
+    fla = peers.Fla(fla_calls(table))
     ours = {line.name: (line.program, jax.eval_shape(line.arguments, False)) for line in table}
     started = compiling({**gated, **ours, **jla_programs(table)})
     return Prepared({name: started.pop(name) for name in gated}, started, fla)
-
-
-def short_lines(table: list[Line]) -> list[Line]:
-    """The lines of few tokens, which come first."""
-    return [line for line in table if line.jla is None]
 
 
 def fla_calls(table: list[Line]) -> list[tuple]:
@@ -287,18 +280,11 @@ def gate(implementation: Implementation = None) -> list[Check]:
 
 def measure() -> Iterator[Measurement]:
     """Times every line on the present GPU, one by one, each as soon as its program is ready."""
-    _, ready, recurrent = prepared(None)
-    table = lines()
-    short = short_lines(table)
-    with contextlib.closing(recurrent):
-        recurrent.wait(TUNING_SECONDS)
-        for line in short:
-            yield from measured(line, ready, recurrent)
-    long = [line for line in table if line not in short]
-    with contextlib.closing(peers.Fla(fla_calls(long))) as chunked:
-        chunked.wait(CHUNK_SECONDS)
-        for line in long:
-            yield from measured(line, ready, chunked)
+    _, ready, fla = prepared(None)
+    with contextlib.closing(fla):
+        fla.wait(TUNING_SECONDS)
+        for line in lines():
+            yield from measured(line, ready, fla)
 
 
 def measured(line: Line, ready: dict[str, Future[Callable]], fla: peers.Fla) -> Iterator[Measurement]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pallas.dispatch import require_hopper
+from pallas.dispatch import BLACKWELL, HOPPER, require_capability
 from pallas.kda import (
     mosaic_commit,
     mosaic_decode,
@@ -22,11 +22,11 @@ from pallas.kda.types import Decode, Prefill, Verify
 
 
 def on_gpu(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel`, refusing with `WrongDevice` where the default device is not a Hopper GPU."""
+    """`kernel`, refusing as `dispatch.require_capability` does."""
 
     @wraps(kernel)
     def run(*args: Any) -> Any:
-        require_hopper(name)
+        require_capability(name, HOPPER, BLACKWELL)
         return kernel(*args)
 
     return run

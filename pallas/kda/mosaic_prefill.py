@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas.kda.chunked import chunked
 from pallas.kda.inputs import packed_windows, token_inputs, window_at
-from pallas.kda.mosaic_affine import LOCAL, TRANSITION, segment_maps, start_states
+from pallas.kda.mosaic_affine import segment_maps, start_states
+from pallas.kda.mosaic_chunk import BLOCK, CHUNK
 from pallas.kda.mosaic_decode import require_supported
-from pallas.kda.mosaic_intra import BLOCK, CHUNK, intra, packing
+from pallas.kda.mosaic_intra import intra, packing
 from pallas.kda.mosaic_state import recur
 from pallas.kda.mosaic_token import MULTIPROCESSORS
 from pallas.kda.types import Affine, KdaWeights, Prefill
@@ -148,5 +149,5 @@ def affine(
     require_prefill(qkvz.shape[-1], qkvz.dtype, lower_bound)
     padded = tuple(pad_tokens(x) for x in (qkvz, decay_logits, beta_logits))
     maps = segment_maps(intra(*padded, weights, window, length, lower_bound, interpret), length, 1, 1, interpret)
-    maps = jnp.swapaxes(maps[:, 0], -1, -2)
-    return Affine(maps[:, TRANSITION], maps[:, LOCAL])
+    transition = maps.transition[:, 0].astype(jnp.float32).sum(axis=1)
+    return Affine(jnp.swapaxes(transition, -1, -2), jnp.swapaxes(maps.local[:, 0], -1, -2))

@@ -6,12 +6,13 @@ warpgroups take turns at starting the bulk copies of later chunks and turning th
 outputs. No barriers are inserted around shared memory here: what passes between warpgroups passes under the explicit
 ones. Per chunk, with M the decay at its middle, E its end, and operands as `mosaic_intra.Operands` describes them:
 
-    S' = S exp(M)                        u = (push - S' pull^T) inverse^T
+    S' = S exp(M)                        u = push inverse^T + S' pull^T
     o = S' query^T + u attention^T       S = (S' + u key) exp(E - M)
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +21,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas.kda.mosaic_intra import BLOCK, CHUNK, NARROW, PRODUCT, WIDE, Operands, Packing, over_columns, over_rows
+from pallas.dispatch import warps_multiply
+from pallas.kda import mosaic_warp
+from pallas.kda.mosaic_chunk import (
+    BLOCK,
+    CHUNK,
+    NARROW,
+    PRODUCT,
+    WIDE,
+    Widen,
+    over_columns,
+    over_rows,
+)
+from pallas.kda.mosaic_intra import Operands, Packing
 from pallas.kda.mosaic_token import CHANNELS, pl_ds
+from pallas.kda.mosaic_widen import emulated_widen, widen
 
 SIDE = CHANNELS // 2
 STAGES = 4
 COPIES = 8
 COMPUTE_REGISTERS, SERVICE_REGISTERS = 176, 80
-OUTPUT_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, SIDE), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-"""[32, 64]: a token per warp and step, two of its values a lane."""
+OUTPUT_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, CHANNELS), (2, CHANNELS), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+"""[32, 128]: two tokens per warp and step, eight channels, which are 16 bytes, a lane."""
 
 
 def advance(
@@ -40,17 +56,17 @@ def advance(
     under way. What the next chunk waits for is issued before what only the readings need. Without a query the
     readings are arbitrary.
     """
+    if warps_multiply():
+        return mosaic_warp.advance(state, stage, decay, meanwhile)
     query, pull, push, key, inverse, attention = stage
-    state = state * decay(0)
-    operand = state.astype(jnp.bfloat16)
 
-    def run(predicted: Any, write: Any, reading: Any, after: Any) -> tuple[jax.Array, jax.Array]:
-        after[...] = state
-        plgpu.wgmma(predicted, operand, pull.transpose((1, 0)))
+    def run(write: Any, reading: Any, after: Any) -> tuple[jax.Array, jax.Array]:
         plgpu.wgmma(write, push.transpose((1, 0)), inverse.transpose((1, 0)))
+        middle = state * decay(0)
+        operand = middle.astype(jnp.bfloat16)
+        after[...] = middle
+        plgpu.wgmma(write, operand, pull.transpose((1, 0)))
         meanwhile()
-        negative = (-plgpu.wgmma_accumulator_load(predicted, wait_n=1)).astype(jnp.bfloat16)
-        plgpu.wgmma(write, negative, inverse.transpose((1, 0)))
         written = plgpu.wgmma_accumulator_load(write, wait_n=0).astype(jnp.bfloat16)
         plgpu.wgmma(after, written, key)
         if query is not None:
@@ -60,7 +76,7 @@ def advance(
         return following, plgpu.wgmma_accumulator_load(reading, wait_n=0)
 
     narrow = plgpu.ACC((SIDE, CHUNK), jnp.float32)
-    return pl.run_scoped(run, narrow, narrow, narrow, plgpu.ACC((SIDE, CHANNELS), jnp.float32))
+    return pl.run_scoped(run, narrow, narrow, plgpu.ACC((SIDE, CHANNELS), jnp.float32))
 
 
 def emulated_advance(
@@ -72,8 +88,7 @@ def emulated_advance(
     meanwhile()
     state = state * decay(0)
     operand = state.astype(jnp.bfloat16)
-    negative = (-dot(operand, pull.T)).astype(jnp.bfloat16)
-    written = (dot(push.T, inverse.T) + dot(negative, inverse.T)).astype(jnp.bfloat16)
+    written = (dot(push.T, inverse.T) + dot(operand, pull.T)).astype(jnp.bfloat16)
     after = (state + dot(written, key)) * decay(1)
     if query is None:
         return after, jnp.zeros_like(written, jnp.float32)
@@ -111,20 +126,170 @@ def segment_chunks(tokens: int, segments: int) -> int:
     return -(-blocks // segments) * (BLOCK // CHUNK)
 
 
-def gated_output(
-    readings: list[jax.Array], gates: list[jax.Array], norms: list[jax.Array], eps: float, valid: jax.Array
-) -> list[jax.Array]:
-    """RMSNorm over both halves of the values times sigmoid of the gate, zero where not valid, in bfloat16."""
-    wide = [x.astype(jnp.float32) for x in readings]
-    squares = (wide[0] * wide[0] + wide[1] * wide[1]).sum(axis=1)
-    scale = over_rows(lax.rsqrt(squares / CHANNELS + eps) * 0.5, OUTPUT_LAYOUT, (CHUNK, SIDE))
-    outputs = []
-    for x, gate, norm in zip(wide, gates, norms):
-        # sigmoid(z) = (1 + tanh(z / 2)) / 2, the last half being in `scale`.
-        opened = jnp.tanh(0.5 * gate.astype(jnp.float32))
-        normed = x * scale * over_columns(norm, OUTPUT_LAYOUT, (CHUNK, SIDE))
-        outputs.append(jnp.where(valid, normed + normed * opened, 0.0).astype(jnp.bfloat16))
-    return outputs
+def gated_output(reading: jax.Array, gate: jax.Array, norm: jax.Array, eps: float, widened: Widen) -> jax.Array:
+    """RMSNorm over the values [32, 128] times sigmoid of the gate, float32."""
+    shape = (CHUNK, CHANNELS)
+    wide = widened(reading, OUTPUT_LAYOUT)
+    scale = over_rows(lax.rsqrt((wide * wide).sum(axis=1) / CHANNELS + eps) * 0.5, OUTPUT_LAYOUT, shape)
+    # sigmoid(z) = (1 + tanh(z / 2)) / 2, the last half being in `scale`.
+    opened = jnp.tanh(0.5 * widened(gate, OUTPUT_LAYOUT))
+    normed = wide * scale * over_columns(norm, OUTPUT_LAYOUT, shape)
+    return normed + normed * opened
+
+
+class Stage(NamedTuple):
+    """A chunk's operands in shared memory, as `mosaic_intra.Operands`, or the ring of several."""
+
+    query: Any
+    pull: Any
+    push: Any
+    key: Any
+    inverse: Any
+    attention: Any
+    total: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A segment of a sequence in its block of threads: where it lies, arrays in device memory, buffers, barriers."""
+
+    step: Callable
+    widen: Widen
+    norm_eps: float
+    most: int
+    sources: Operands
+    qkvz: Any
+    norm: Any
+    state_in: Any
+    output: Any
+    state_out: Any
+    captured: Any
+    ring: Stage
+    readings: Any
+    full: Any
+    read: Any
+    drained: Any
+    head: jax.Array
+    row: jax.Array
+    segment: jax.Array
+    line: jax.Array | int
+    origin: jax.Array
+    """Chunk of the line with which the segment starts."""
+    until: jax.Array
+    """Chunks from there to the end of the row's place in the line."""
+    length: jax.Array
+    first: jax.Array
+    """Chunk of the row with which the segment starts."""
+    total_chunks: jax.Array
+    chunks: jax.Array
+    is_last: jax.Array
+    homes: list[jax.Array]
+
+    def compute(self, group: jax.Array, blank: jax.Array) -> None:
+        """A computing warpgroup's work: half of the values."""
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        values = pl.ds(group * SIDE, SIDE)
+
+        def loop(chunk: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            state, last = carry
+            slot = chunk % STAGES
+            self.capture(values, state, lambda at: at == self.first + chunk)
+            plgpu.barrier_wait(self.full.at[slot])
+            stage = (x.at[slot, group] if x is self.ring.push else x.at[slot] for x in self.ring[:-1])
+            publish = lambda: self.publish(values, chunk - 1, last)  # noqa: E731
+            state, reading = self.step(state, tuple(stage), half_chunk_decay(self.ring.total, slot), publish)
+            return state, plgpu.layout_cast(reading.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+
+        place = self.row, self.segment, self.head, values
+        initial = plgpu.load(self.state_in.at[place], layout=PRODUCT, optimized=False)
+        final, reading = lax.fori_loop(0, self.chunks, loop, (initial, blank))
+        self.publish(values, self.chunks - 1, reading)
+        for last in (2, 1):
+            pl.when(self.chunks >= last)(lambda: plgpu.barrier_wait(self.drained.at[(self.chunks - last) % 2]))
+        self.capture(values, final, lambda at: self.is_last & (at >= self.total_chunks))
+
+        @pl.when(self.is_last)
+        def _finish() -> None:
+            self.state_out[self.row, self.head, values] = final
+
+    def capture(self, values: Any, state: jax.Array, wanted: Callable[[jax.Array], jax.Array]) -> None:
+        """Stores the state for the boundaries that want it."""
+        for index, home in enumerate(self.homes):
+
+            @pl.when(wanted(home))
+            def _store() -> None:
+                self.captured[self.row, index, self.head, values] = state
+
+    def publish(self, values: Any, chunk: jax.Array, reading: jax.Array) -> None:
+        """Hands a chunk's readings over, once those of the chunk before the last are drained."""
+        buffer = chunk % 2
+
+        @pl.when(chunk >= 2)
+        def _reuse() -> None:
+            plgpu.barrier_wait(self.drained.at[buffer])
+
+        @pl.when(chunk >= 0)
+        def _hand_over() -> None:
+            self.readings.at[buffer, :, values].transpose((1, 0))[...] = reading
+            plgpu.barrier_arrive(self.read.at[buffer])
+
+    def fetch(self, chunk: jax.Array) -> None:
+        """Starts the copies of a chunk."""
+        slot = chunk % STAGES
+        stage = Stage(*(x.at[slot] for x in self.ring))
+        fetch_chunk(self.sources, stage, self.full.at[slot], self.line, self.head, self.origin + chunk)
+
+    def serve(self, group: jax.Array) -> None:
+        """A serving warpgroup's work: the copies for, and the outputs of, even or odd chunks."""
+        plgpu.set_max_registers(SERVICE_REGISTERS, action="decrease")
+        parity = group - 2
+        for chunk in range(STAGES):
+            pl.when((parity == 0) & (chunk < self.chunks))(lambda: self.fetch(jnp.int32(chunk)))
+        weight = plgpu.load(self.norm, layout=OUTPUT_LAYOUT.reduce(0), optimized=False)
+        token = plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHANNELS), 0, layout=OUTPUT_LAYOUT)
+
+        def clear(turn: jax.Array, _: None) -> None:
+            there = pl.ds((self.origin + 2 * turn + parity) * CHUNK, CHUNK)
+            zeros = jnp.zeros((CHUNK, CHANNELS), jnp.bfloat16)
+            self.output[self.line, there, self.head] = plgpu.layout_cast(zeros, OUTPUT_LAYOUT)
+
+        turns = (self.chunks + 1 - parity) // 2
+        lax.fori_loop(0, turns, lambda turn, _: self.put_out(turn, parity, weight, token), None)
+        lax.fori_loop(turns, jnp.minimum(self.most, self.until) // 2, clear, None)
+
+    def put_out(self, turn: jax.Array, parity: jax.Array, weight: jax.Array, token: jax.Array) -> None:
+        """A chunk's outputs from its readings, and the copies of the one that takes its place."""
+        chunk = 2 * turn + parity
+        there = pl.ds((self.origin + chunk) * CHUNK, CHUNK)
+        gate = plgpu.load(self.qkvz.at[self.line, there, self.head, 3], layout=OUTPUT_LAYOUT, optimized=False)
+        plgpu.barrier_wait(self.read.at[parity])
+        pl.when(chunk + STAGES < self.chunks)(lambda: self.fetch(chunk + STAGES))
+        reading = plgpu.load(self.readings.at[parity], layout=OUTPUT_LAYOUT, optimized=False)
+        plgpu.barrier_arrive(self.drained.at[parity])
+        result = gated_output(reading, gate, weight, self.norm_eps, self.widen)
+        valid = self.length - (self.first + chunk) * CHUNK
+        masked = lambda x: jnp.where(token < valid, x, 0.0)  # noqa: E731
+        result = lax.cond(valid < CHUNK, masked, lambda x: x, result)
+        self.output[self.line, there, self.head] = result.astype(jnp.bfloat16)
+
+
+def buffers() -> tuple[Any, ...]:
+    """Shared memory and barriers of a block: the ring's, then readings, full, read, drained."""
+    tile = plgpu.SMEM((STAGES, CHUNK, CHANNELS), jnp.bfloat16, transforms=WIDE)
+    square = plgpu.SMEM((STAGES, CHUNK, CHUNK), jnp.bfloat16, transforms=NARROW)
+    return (
+        tile,
+        tile,
+        plgpu.SMEM((STAGES, 2, CHUNK, SIDE), jnp.bfloat16, transforms=NARROW),
+        plgpu.SMEM((STAGES, CHUNK, CHANNELS), jnp.bfloat16, transforms=NARROW),
+        square,
+        square,
+        plgpu.SMEM((STAGES, 2, CHANNELS), jnp.float32),
+        plgpu.SMEM((2, CHUNK, CHANNELS), jnp.bfloat16, transforms=WIDE),
+        plgpu.Barrier(num_arrivals=COPIES, num_barriers=STAGES),
+        plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        plgpu.Barrier(num_barriers=2),
+    )
 
 
 def recur(
@@ -147,26 +312,11 @@ def recur(
     lines, tokens, heads, _, channels = qkvz.shape
     rows, segments, captures = *state.shape[:2], home.shape[1]
     most = segment_chunks(tokens, segments)
-    step: Callable = advance if interpret is None else emulated_advance
+    on = (advance, widen) if interpret is None else (emulated_advance, emulated_widen)
 
-    def body(
-        query,
-        pull,
-        push,
-        key,
-        inverse,
-        attention,
-        total,
-        qkvz,
-        norm,
-        state_in,
-        lengths,
-        home,
-        *refs: Any,
-    ):
+    def body(*refs: Any) -> None:
+        sources, (qkvz, norm, state_in, lengths, home), refs = Operands(*refs[:7]), refs[7:12], refs[12:]
         (starts,), refs = (refs[:1], refs[1:]) if packed is not None else ((None,), refs)
-        output, state_out, captured, queries, pulls, pushes, keys, inverses, attentions, totals = refs[:10]
-        readings, full, read, drained = refs[10:]
         head, group = lax.axis_index("heads"), lax.axis_index("group")
         row, segment = lax.axis_index("pieces") // segments, lax.axis_index("pieces") % segments
         length, first = lengths[row], segment * most
@@ -178,107 +328,14 @@ def recur(
         else:
             line, origin, until = 0, starts[row] // CHUNK, (starts[row + 1] - starts[row]) // CHUNK
         is_last = (jnp.maximum(total_chunks, 1) > first) & (total_chunks <= first + most)
-        ring = (queries, pulls, pushes, keys, inverses, attentions, totals)
-        sources = (query, pull, push, key, inverse, attention, total)
-
         homes = [home[row, index] for index in range(captures)]
         blank = plgpu.layout_cast(jnp.zeros((SIDE, CHUNK), jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+        where = (head, row, segment, line, origin, until, length, first, total_chunks, chunks, is_last, homes)
+        arrays = (sources, qkvz, norm, state_in, *refs[:3])
+        here = Segment(*on, norm_eps, most, *arrays, Stage(*refs[3:10]), *refs[10:], *where)
+        pl.when(group < 2)(lambda: here.compute(group, blank))
+        pl.when(group >= 2)(lambda: here.serve(group))
 
-        @pl.when(group < 2)
-        def _compute() -> None:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            values = pl.ds(group * SIDE, SIDE)
-
-            def capture(state: jax.Array, wanted: Callable[[jax.Array], jax.Array]) -> None:
-                for index in range(captures):
-
-                    @pl.when(wanted(homes[index]))
-                    def _store() -> None:
-                        captured[row, index, head, values] = state
-
-            def publish(chunk: jax.Array, reading: jax.Array) -> None:
-                buffer = chunk % 2
-
-                @pl.when(chunk >= 2)
-                def _reuse() -> None:
-                    plgpu.barrier_wait(drained.at[buffer])
-
-                @pl.when(chunk >= 0)
-                def _hand_over() -> None:
-                    readings.at[buffer, group].transpose((1, 0))[...] = reading
-                    plgpu.barrier_arrive(read.at[buffer])
-
-            def loop(chunk: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                state, last = carry
-                slot = chunk % STAGES
-                capture(state, lambda at: at == first + chunk)
-                plgpu.barrier_wait(full.at[slot])
-                stage = (
-                    queries.at[slot],
-                    pulls.at[slot],
-                    pushes.at[slot, group],
-                    keys.at[slot],
-                    inverses.at[slot],
-                    attentions.at[slot],
-                )
-                state, reading = step(state, stage, half_chunk_decay(totals, slot), lambda: publish(chunk - 1, last))
-                return state, plgpu.layout_cast(reading.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
-
-            initial = plgpu.load(state_in.at[row, segment, head, values], layout=PRODUCT, optimized=False)
-            final, reading = lax.fori_loop(0, chunks, loop, (initial, blank))
-            publish(chunks - 1, reading)
-            for last in (2, 1):
-                pl.when(chunks >= last)(lambda: plgpu.barrier_wait(drained.at[(chunks - last) % 2]))
-            capture(final, lambda at: is_last & (at >= total_chunks))
-
-            @pl.when(is_last)
-            def _finish() -> None:
-                state_out[row, head, values] = final
-
-        @pl.when(group >= 2)
-        def _serve() -> None:
-            plgpu.set_max_registers(SERVICE_REGISTERS, action="decrease")
-            parity = group - 2
-
-            def fetch(chunk: jax.Array) -> None:
-                slot = chunk % STAGES
-                fetch_chunk(sources, tuple(x.at[slot] for x in ring), full.at[slot], line, head, origin + chunk)
-
-            for chunk in range(STAGES):
-                pl.when((parity == 0) & (chunk < chunks))(lambda: fetch(jnp.int32(chunk)))
-            sides = [pl_ds(SIDE * side, SIDE) for side in range(2)]
-            norms = [plgpu.load(norm.at[side], layout=OUTPUT_LAYOUT.reduce(0), optimized=False) for side in sides]
-            token = plgpu.broadcasted_iota(jnp.int32, (CHUNK, SIDE), 0, layout=OUTPUT_LAYOUT)
-
-            def serve(turn: jax.Array, _: None) -> None:
-                chunk = 2 * turn + parity
-                there = pl.ds((origin + chunk) * CHUNK, CHUNK)
-                gates = [
-                    plgpu.load(qkvz.at[line, there, head, 3, side], layout=OUTPUT_LAYOUT, optimized=False)
-                    for side in sides
-                ]
-                plgpu.barrier_wait(read.at[parity])
-                pl.when(chunk + STAGES < chunks)(lambda: fetch(chunk + STAGES))
-                halves = [
-                    plgpu.load(readings.at[parity, side], layout=OUTPUT_LAYOUT, optimized=False) for side in range(2)
-                ]
-                plgpu.barrier_arrive(drained.at[parity])
-                results = gated_output(halves, gates, norms, norm_eps, token < length - (first + chunk) * CHUNK)
-                for side, result in zip(sides, results):
-                    output[line, there, head, side] = result
-
-            def clear(turn: jax.Array, _: None) -> None:
-                there = pl.ds((origin + 2 * turn + parity) * CHUNK, CHUNK)
-                for side in sides:
-                    zeros = plgpu.layout_cast(jnp.zeros((CHUNK, SIDE), jnp.bfloat16), OUTPUT_LAYOUT)
-                    output[line, there, head, side] = zeros
-
-            turns = (chunks + 1 - parity) // 2
-            lax.fori_loop(0, turns, serve, None)
-            lax.fori_loop(turns, jnp.minimum(most, until) // 2, clear, None)
-
-    tile = plgpu.SMEM((STAGES, CHUNK, channels), jnp.bfloat16, transforms=WIDE)
-    square = plgpu.SMEM((STAGES, CHUNK, CHUNK), jnp.bfloat16, transforms=NARROW)
     return plgpu.kernel(
         body,
         out_type=(
@@ -290,19 +347,7 @@ def recur(
         grid_names=("heads", "pieces"),
         num_threads=4,
         thread_name="group",
-        scratch_types=(
-            tile,
-            tile,
-            plgpu.SMEM((STAGES, 2, CHUNK, SIDE), jnp.bfloat16, transforms=NARROW),
-            plgpu.SMEM((STAGES, CHUNK, channels), jnp.bfloat16, transforms=NARROW),
-            square,
-            square,
-            plgpu.SMEM((STAGES, 2, channels), jnp.float32),
-            plgpu.SMEM((2, 2, CHUNK, SIDE), jnp.bfloat16, transforms=WIDE),
-            plgpu.Barrier(num_arrivals=COPIES, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=2, num_barriers=2),
-            plgpu.Barrier(num_barriers=2),
-        ),
+        scratch_types=buffers(),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True, unsafe_no_auto_barriers=True
         ),

@@ -4,10 +4,12 @@ jax-linear-attention runs in this process, fla in children of `pallas.peers`, wh
 ours.
 """
 
+import contextlib
 import functools
 import importlib.util
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -75,6 +77,29 @@ class Fla:
         return self._children[call].time(call)
 
 
+def tune_quickly(threads: int = 8) -> None:
+    """Lets Triton compile all configurations of a kernel at the same time, before it times the first of them.
+
+    One by one, the ninety of fla's chunked form take minutes. All stay in the race, each timed for a shorter while.
+    """
+    import triton
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    configurations = Autotuner.prune_configs
+
+    def compiled(tuner: Any, options: dict[str, Any]) -> list[Any]:
+        chosen = configurations(tuner, options)
+        tuner._do_bench = functools.partial(do_bench, warmup=5, rep=30)
+        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            for configuration in chosen:
+                # As the tuner calls it, but for the launch; one that cannot be compiled is reported when it is timed.
+                tuner.fn.run(*tuner.nargs.values(), **{**options, "warmup": True}, **configuration.all_kwargs())
+        return chosen
+
+    Autotuner.prune_configs = compiled
+
+
 def fla_call(name: str, rows: int, tokens: int, heads: int, slow: bool) -> Callable[[Any], Any]:
     """A call of fla as a function of the state; gates inside, neither convolution nor output norm."""
     import torch
@@ -123,4 +148,6 @@ def prepare(name: str, rows: int, tokens: int, heads: int, slow: bool) -> list[C
 
 
 if __name__ == "__main__":
+    with contextlib.suppress(ImportError):  # without Triton there is no fla either, which `prepare` says
+        tune_quickly()
     serve(prepare)

@@ -160,15 +160,18 @@ def test_segments_fill_the_chip(sequences, tokens, segments):
 
 
 def test_start_states_compose_the_maps_interpreted(close):
-    rng = np.random.default_rng(0)
-    state, maps = rng.standard_normal((1, 1, HEAD_DIM, HEAD_DIM)), rng.standard_normal((1, 3, 2, 1, HEAD_DIM, HEAD_DIM))
+    rng, shape = np.random.default_rng(0), (1, 4, 1, HEAD_DIM, HEAD_DIM)
+    state, local, transition = rng.standard_normal((1, 1, HEAD_DIM, HEAD_DIM)), *rng.standard_normal((2, *shape))
+    transition = transition / np.sqrt(HEAD_DIM)
+    high = jnp.asarray(transition, jnp.bfloat16)
+    low = jnp.asarray(transition - np.asarray(high, np.float64), jnp.bfloat16)
+    maps = mosaic_affine.Maps(jnp.asarray(local, jnp.float32), jnp.stack([high, low], axis=2))
     run = jax.jit(lambda *args: mosaic_affine.start_states(*args, INTERPRET))
-    starts = run(jnp.asarray(state, jnp.float32), jnp.asarray(maps, jnp.float32))
-    for segment in range(4):
+    starts = run(jnp.asarray(state, jnp.float32), maps)
+    for segment in range(5):
         close(starts[:, segment], state, 5e-5, f"start of segment {segment}")
-        if segment == 3:
-            return
-        state = state @ maps[:, segment, mosaic_affine.TRANSITION] + maps[:, segment, mosaic_affine.LOCAL]
+        if segment < 4:
+            state = state @ transition[:, segment] + local[:, segment]
 
 
 @pytest.mark.slow
