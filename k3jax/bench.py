@@ -22,6 +22,7 @@ OPS = {
     "moe": "pallas.moe.bench",
     "moe_options": "pallas.moe.bench_options",
     "gemv": "pallas.gemv.bench",
+    "markov": "pallas.markov.bench",
     "collectives": "pallas.collectives.bench",
 }
 """Name of an op and the module that measures it; `pallas.benchmark` says what such a module offers."""

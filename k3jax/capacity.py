@@ -13,7 +13,7 @@ A decode step reads the weights that its tokens need, and each request's state (
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from k3jax import sharding
 from k3jax.cache import KvCacheDtype, create
 from k3jax.config import K3Config
+from k3jax.dspark import quantized
 from k3jax.dspark.config import DSparkConfig
 from k3jax.dspark.tensors import draft_specs
 from k3jax.logit_rules import mask_words
-from k3jax.params import ParamSpec, Tree, flatten, model_specs
+from k3jax.params import ParamSpec, flatten, map_tree, model_specs
 
 
 class CapacityError(ValueError):
@@ -124,9 +125,13 @@ def footprint(
     dtype: Any = jnp.bfloat16,
     page_size: int = 64,
     draft: DSparkConfig | None = None,
+    draft_weights: Literal["model", "int8"] = "model",
     kv_cache_dtype: KvCacheDtype = "auto",
 ) -> Footprint:
-    """Bytes per device of `config` in `dtype`; None is one device. A draft lies whole on every device."""
+    """Bytes per device of `config` in `dtype`; None is one device. A draft lies whole on every device.
+
+    In 8 bits it has a copy of the target's head on one device, as `api.load_draft` makes it.
+    """
     layout = layout or abstract_layout("single")
     specs = model_specs(config)
     places = dict(flatten(layout.parameters(specs)))
@@ -136,11 +141,12 @@ def footprint(
     one_more_slot, one_more_page = _cache(config, layout, 3, 2, **settings), _cache(config, layout, 2, 3, **settings)
     item = jnp.dtype(dtype).itemsize
     row_width = 0 if draft is None else draft.num_layers * draft.attention.row_width
-    own = 0 if draft is None else tree_bytes(draft_specs(draft), dtype)
+    count = math.prod(layout.mesh.shape.values())
+    own = 0 if draft is None else _draft_bytes(draft, dtype, draft_weights, specs["head"] if count == 1 else None)
     # A mask for the next token, and with a draft one for each place of a block.
     masks = 1 if draft is None else draft.block_size + 2
     return Footprint(
-        devices=math.prod(layout.mesh.shape.values()),
+        devices=count,
         weights=sum(weights.values()) + own,
         routed=sum(size for path, size in weights.items() if "experts" in path),
         embedding=weights["embedding",],
@@ -152,9 +158,16 @@ def footprint(
     )
 
 
-def tree_bytes(specs: Tree, dtype: Any) -> int:
-    """Bytes of a tree of specs, undivided."""
-    return sum(math.prod(spec.shape) * spec.array_dtype(dtype).itemsize for _, spec in flatten(specs))
+def _draft_bytes(draft: DSparkConfig, dtype: Any, weights: str, head: ParamSpec | None) -> int:
+    """Bytes of a draft's arrays; `head` is the target's, where it keeps a copy of it in 8 bits."""
+
+    def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, spec.array_dtype(dtype))
+
+    tree = map_tree(shape, draft_specs(draft))
+    if weights == "int8":
+        tree = jax.eval_shape(quantized.quantize, tree, None if head is None else shape(head))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _parameter(spec: ParamSpec, place: NamedSharding, dtype: Any) -> int:

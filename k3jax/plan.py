@@ -41,6 +41,8 @@ class Options:
     """Tokens per page."""
     draft: Path | None = None
     """Directory of a DSpark draft, whose weights and rows count too."""
+    draft_weights: Literal["auto", "model", "int8"] = "auto"
+    """Of the draft's matrices; auto: int8 for a bfloat16 model, as on a GPU."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations, latents and of the weights that are not fixed."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
@@ -77,12 +79,14 @@ def numbers(options: Options) -> dict[str, Any]:
     if options.memory_gib is not None:
         device = dataclasses.replace(device, memory=int(options.memory_gib * 2**30))
     draft = None if options.draft is None else DSparkConfig.from_file(options.draft)
+    best = "int8" if options.dtype == "bfloat16" else "model"
     sizes = capacity.footprint(
         read_config(options.config),
         layout=capacity.abstract_layout(options.preset),
         dtype=jnp.dtype(options.dtype),
         page_size=options.page_size,
         draft=draft,
+        draft_weights=best if options.draft_weights == "auto" else options.draft_weights,
         kv_cache_dtype=options.kv_cache_dtype,
     )
     budget = options.utilization * device.memory - sizes.weights

@@ -50,7 +50,8 @@ class Options:
     margin: float | None = None
     """Score distance up to which a router may choose otherwise. Default: 1e-4 in float32, 0.2 in bfloat16."""
     mesh: str | None = None
-    """Mesh preset; default: one device."""
+    """Mesh preset, e.g. tp2; default: one device. On GPUs tp2, tp4 and tp8 sum in one hop where a trial at the start
+    proves it; tp2-nccl and tp2-one-hop ask for one of both."""
     implementation: Literal["xla", "mosaic", "triton"] | None = None
     """Force one kernel backend."""
 

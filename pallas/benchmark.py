@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from pallas import timing
+
 BANDWIDTH = 4.3e12
 """Bytes per second of a device-to-device copy on an H200, read plus written."""
 FLOPS = 790e12
@@ -77,7 +79,9 @@ def compiling(programs: dict[str, tuple[Any, tuple]]) -> dict[str, Future[Callab
     def build(program: tuple[Any, tuple]) -> Callable[..., Any]:
         function, arguments = program
         try:
-            return function.lower(*arguments).compile()
+            with timing.TURN:
+                lowered = function.lower(*arguments)
+            return lowered.compile()
         except Exception as error:  # told by whoever calls the program
             return functools.partial(_fail, error)
 

@@ -1,5 +1,6 @@
 """Results of swapped products, [weight rows, tokens], stored as rows of tokens."""
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,10 +15,18 @@ from jaxlib.mlir.dialects import arith, memref, scf
 from pallas import inline
 
 
-def store(out: Any, target: Any, offset: Any, value: jax.Array, layout: Any, place: Callable | None = None) -> None:
+def store(
+    out: Any,
+    target: Any,
+    offset: Any,
+    value: jax.Array,
+    layout: Any,
+    place: Callable | None = None,
+    limit: int | None = None,
+) -> None:
     """out[n, place(offset + r)] = value[r, n]; with targets out[target[n], ...] where that is not negative.
 
-    Without targets, tokens that `out` has no rows for are dropped.
+    Without targets, tokens that `out` has no rows for are dropped, and so are rows from offset + r = `limit` on.
     """
     refs = (out,) if target is None else (out, target)
     column = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=layout) + offset
@@ -28,11 +37,14 @@ def store(out: Any, target: Any, offset: Any, value: jax.Array, layout: Any, pla
         kind, rows = ir.IndexType.get(), ir.MemRefType(refs[0].type).shape[0]
         for r, c, v in zip(*(inline.elements(x.registers) for x in (row, column, value)), strict=True):
             r, c = arith.index_cast(kind, r), arith.index_cast(kind, c)
-            if len(refs) == 1 and rows >= value.shape[1]:
+            bounds = [(r, rows)] if rows < value.shape[1] else []
+            bounds += [] if limit is None else [(c, limit)]
+            if len(refs) == 1 and not bounds:
                 memref.store(v, refs[0], [r, c])
                 continue
             if len(refs) == 1:
-                inside = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, r, arith.constant(kind, rows)))
+                checks = [arith.cmpi(arith.CmpIPredicate.ult, x, arith.constant(kind, end)) for x, end in bounds]
+                inside = scf.IfOp(functools.reduce(arith.andi, checks))
                 with ir.InsertionPoint(inside.then_block):
                     memref.store(v, refs[0], [r, c])
                     scf.yield_([])
@@ -48,12 +60,24 @@ def store(out: Any, target: Any, offset: Any, value: jax.Array, layout: Any, pla
 
 
 def emulated_store(
-    out: Any, target: Any, offset: Any, value: jax.Array, layout: Any, place: Callable | None = None
+    out: Any,
+    target: Any,
+    offset: Any,
+    value: jax.Array,
+    layout: Any,
+    place: Callable | None = None,
+    limit: int | None = None,
 ) -> None:
-    """`store` for interpretation on a CPU; leaves `place` to the caller, so that a row is one store."""
+    """`store` for interpretation on a CPU; leaves `place` to the caller, so that a row is one store.
+
+    With a `limit`, eight rows are stored or dropped together.
+    """
+    step = value.shape[0] if limit is None else 8
     for n in range(value.shape[1] if target is not None else min(value.shape[1], out.shape[0])):
         there = n if target is None else target[n]
-        pl.when(jnp.asarray(there) >= 0)(partial(_store_row, out, there, offset, value[:, n]))
+        for first in range(0, value.shape[0], step):
+            wanted = (jnp.asarray(there) >= 0) & (True if limit is None else offset + first < limit)
+            pl.when(wanted)(partial(_store_row, out, there, offset + first, value[first : first + step, n]))
 
 
 def _store_row(out: Any, row: Any, offset: Any, value: jax.Array) -> None:

@@ -85,12 +85,14 @@ def footprint(model: Model, page_size: int) -> capacity.Footprint:
     """Bytes of the model and of each member of the pools, per device."""
     drafter = drafter_of(model)
     draft = drafter.config if isinstance(drafter, DSparkDrafter) else None
+    narrow = model.draft is not None and any(leaf.dtype == jnp.int8 for leaf in model.draft.leaves)
     return capacity.footprint(
         model.config,
         layout=model.graph.layout,
         dtype=jnp.dtype(model.dtype),
         page_size=page_size,
         draft=draft,
+        draft_weights="int8" if narrow else "model",
         kv_cache_dtype=model.kv_cache_dtype,
     )
 
@@ -180,30 +182,11 @@ def launch(
     cost, each = model_cost(model), footprint(model, sizes.page_size)
     cache = divide(sizes, each, max_length)
     alpha, tuner = parse_eviction(sizes.eviction, cache, cost)
-    # The scheduler counts a drafted block as so many tokens until it knows how many stood.
-    block = tokens_per_step(model)
-    scheduling = SchedulerOptions(
-        rows=sizes.rows,
-        token_budget=max(shape.size for shape in sizes.shapes) + sizes.rows * block,
-        block=block,
-        shapes=sizes.shapes,
-        max_length=max_length,
-        retention=Retention.parse(sizes.retention),
-        prefix_caching=sizes.prefix_caching,
-        model_id=str(model.path or ""),
-    )
+    scheduling = _scheduling(model, sizes, max_length)
     scheduling.check(cache.unit)
     for line in describe(cache, each, sizes.rows):
         report(line)
-    shapes = RunnerOptions.of(
-        rows=sizes.rows,
-        shapes=sizes.shapes,
-        captures=scheduling.captures,
-        max_length=max_length,
-        page_size=sizes.page_size,
-    )
-    if sizes.table_widths is not None:
-        shapes = dataclasses.replace(shapes, widths=sizes.table_widths)
+    shapes = _static_shapes(sizes, scheduling)
     runner = JaxRunner(model, cache, shapes)
     runner.warm_up(lambda name, seconds: report(f"compiled: {name}, {seconds:.1f} s"))
     pools = PrefixCache(cache, cost, alpha=alpha)
@@ -216,6 +199,32 @@ def launch(
         check=checker(model, shapes),
         mask_words=mask_words(model.config.vocab_size),
     )
+
+
+def _scheduling(model: Model, sizes: Sizes, max_length: int) -> SchedulerOptions:
+    # The scheduler counts a drafted block as so many tokens until it knows how many stood.
+    block = tokens_per_step(model)
+    return SchedulerOptions(
+        rows=sizes.rows,
+        token_budget=max(shape.size for shape in sizes.shapes) + sizes.rows * block,
+        block=block,
+        shapes=sizes.shapes,
+        max_length=max_length,
+        retention=Retention.parse(sizes.retention),
+        prefix_caching=sizes.prefix_caching,
+        model_id=str(model.path or ""),
+    )
+
+
+def _static_shapes(sizes: Sizes, scheduling: SchedulerOptions) -> RunnerOptions:
+    shapes = RunnerOptions.of(
+        rows=sizes.rows,
+        shapes=sizes.shapes,
+        captures=scheduling.captures,
+        max_length=scheduling.max_length,
+        page_size=sizes.page_size,
+    )
+    return shapes if sizes.table_widths is None else dataclasses.replace(shapes, widths=sizes.table_widths)
 
 
 def _tiers(sizes: Sizes, cache: PrefixCache, runner: JaxRunner) -> Tiers | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from k3jax.cache import Rows
 from k3jax.dspark.config import DSparkConfig
@@ -210,6 +210,20 @@ class DSpark(nnx.Module):
             confidence.append(self.confidence(draft.hidden[:, k], step.embedding))
         sure = None if confidence[0] is None else jnp.stack(confidence, axis=1)
         return Drafted(jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), sure)
+
+    def walk(
+        self, draft: Draft, anchor: Int32[Array, " B"], base: Float32[Array, "B G V"], scale: Float32[Array, " B"]
+    ) -> Drafted:
+        """Tokens of the highest `base + scale * bias`, in one launch; `logits` as `sample` gives them.
+
+        Raises `NotImplementedError` with the reason for what that does not serve.
+        """
+        if TARGET_IDS in self.optional:
+            raise NotImplementedError("the walk serves drafts with the target's vocabulary")
+        token, bias = (x[None] for x in self.markov.walk(anchor, base, scale))
+        before = jnp.concatenate([anchor[:, None], token[:, :-1]], axis=1)[0]
+        confidence = self.confidence(draft.hidden[0], self.markov.weights["embedding"][...][before])
+        return Drafted(token, draft.logits + bias, None if confidence is None else confidence[None])
 
     def target_id(self, token: Int32[Array, "*batch"]) -> Int32[Array, "*batch"]:
         """The target's ids of the draft's."""

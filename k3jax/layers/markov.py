@@ -5,12 +5,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from k3jax.dspark.config import DSparkConfig
 from k3jax.layers.weight import param
 from k3jax.params import Tree
-from pallas import gemv
+from pallas import gemv, markov
 from pallas.precision import einsum
 
 
@@ -42,6 +42,21 @@ class MarkovHead(nnx.Module):
         signal, state = self.signal(hidden, embedding, state)
         (bias,) = gemv.project(signal, self.weights["head"][...], dtypes=(jnp.float32,))
         return MarkovStep(bias, embedding, state)
+
+    def walk(
+        self, previous: Int32[Array, " B"], base: Float32[Array, "B G V"], scale: Float32[Array, " B"]
+    ) -> markov.Walk:
+        """All positions of one row in one launch: see `pallas.markov.walk`.
+
+        Raises `NotImplementedError` with the reason for what it does not serve.
+        """
+        head = self.weights["head"][...]
+        if base.shape[0] != 1 or self.kind != "vanilla" or not isinstance(head, gemv.Int8Matrix):
+            raise NotImplementedError(
+                f"the walk serves one row and a vanilla head in 8 bits, got {base.shape[0]}, {self.kind}, {type(head)}"
+            )
+        table = self.weights["embedding"][...]
+        return markov.walk(base[0], scale[0], previous[0], table, head, implementation="mosaic")
 
     def signal(
         self, hidden: Float[Array, "B D"], embedding: Float[Array, "B r"], state: Float[Array, "B r"]

@@ -64,8 +64,8 @@ class Setting:
         config = dataclasses.replace(
             full, num_layers=layers, mla_layers=tuple(layer for layer in full.mla_layers if layer < layers)
         )
-        draft = k3_draft(config)
-        count = experts or experts_that_fit(config, draft)
+        draft, kind = k3_draft(config), quantized.chosen(draft_weights, jnp.bfloat16)
+        count = experts or experts_that_fit(config, draft, kind)
         moe = dataclasses.replace(config.moe, num_experts=count)
         return cls(
             config=dataclasses.replace(config, moe=moe),
@@ -73,7 +73,7 @@ class Setting:
             context=context,
             dtype=jnp.bfloat16,
             implementation=implementation,
-            draft_weights=quantized.chosen(draft_weights, jnp.bfloat16),
+            draft_weights=kind,
         )
 
     def draft_parameters(self, tree: params.Tree, head: Any) -> params.Tree:
@@ -148,10 +148,10 @@ def held(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def experts_that_fit(config: K3Config, draft: DSparkConfig) -> int:
+def experts_that_fit(config: K3Config, draft: DSparkConfig, draft_weights: Literal["model", "int8"]) -> int:
     """Experts per layer for which there is room beside everything else; all of them without a limit."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    most, sizes = config.moe.num_experts, footprint(config, draft=draft)
+    most, sizes = config.moe.num_experts, footprint(config, draft=draft, draft_weights=draft_weights)
     if limit is None or not sizes.routed:
         return most
     room = limit - RESERVE - (sizes.weights - sizes.routed)

@@ -17,11 +17,12 @@ from k3jax import sampling
 from k3jax.cache import Rows
 from k3jax.dspark.config import DSparkConfig
 from k3jax.dspark.model import Draft as Block
-from k3jax.dspark.model import DSpark, Pools, empty_pools
+from k3jax.dspark.model import Drafted, DSpark, Pools, empty_pools
 from k3jax.model import K3, LayerTrace
 from k3jax.speculation.acceptance import Rule
-from k3jax.speculation.randomness import DRAFT, ROUGH, admitted, keys, law, pick
+from k3jax.speculation.randomness import DRAFT, ROUGH, admitted, keys, law, pick, scores
 from k3jax.speculation.widths import Widths
+from pallas.dispatch import select
 
 Context = Any
 """What a drafter keeps between steps; a tree of arrays."""
@@ -133,24 +134,53 @@ class DSparkDrafter:
         filters: sampling.Filters | None = None,
     ) -> Proposal:
         """The sequential half of `propose`: tokens of a block, left to right."""
-        draft, kept = self.merge(leaves), []
-        places = jnp.arange(self.config.block_size, dtype=jnp.int32)
+        draft, places = self.merge(leaves), jnp.arange(self.config.block_size, dtype=jnp.int32)
         noise = jax.vmap(lambda place: keys(params.seed, rows.length, DRAFT, place))(places)
-
-        def choose(k: int, logits: Float[Array, "B V"]) -> Int32[Array, " B"]:
-            kept.append(admitted(logits, params, filters, ROUGH))
-            return pick(logits, kept[-1], params, noise[k])
-
-        drafted = draft.sample(block, anchor, choose)
+        ways = select(None, mosaic=_in_one_launch, xla=_one_by_one)
+        drafted, kept = ways(draft, block, anchor, params, filters, noise)
         # Of all tokens at once: the next token's choice does not wait for this one's sum.
-        flat = (array.reshape(-1, array.shape[-1]) for array in (drafted.logits, jnp.stack(kept, axis=1)))
-        each = jax.tree.map(lambda column: jnp.repeat(column, len(kept), axis=0), params)
+        flat = (array.reshape(-1, array.shape[-1]) for array in (drafted.logits, kept))
+        each = jax.tree.map(lambda column: jnp.repeat(column, kept.shape[1], axis=0), params)
         probability = draft.over_target_ids(law(*flat, each).reshape(drafted.logits.shape))
         return Proposal(drafted.token, probability, drafted.confidence)
 
     def extend(self, leaves: tuple[Array, ...], context: Pools, step: Step, rows: Rows) -> Pools:
         """See `Drafter`."""
         return self.merge(leaves).extend(context, taps(step.trace, self.config), rows)
+
+
+def _in_one_launch(
+    draft: DSpark,
+    block: Block,
+    anchor: Int32[Array, " B"],
+    params: sampling.Sampling,
+    filters: sampling.Filters | None,
+    noise: Array,
+) -> tuple[Drafted, Float32[Array, "B G V"]]:
+    """A drafted block and the `admitted` logits of its tokens, refusing where filters may be at work."""
+    if filters != sampling.NO_FILTERS:
+        raise NotImplementedError("the walk serves requests without filters")
+    base, scale = scores(block.logits, params, noise)
+    drafted = draft.walk(block, anchor, base, scale)
+    return drafted, drafted.logits * scale[:, None, None]
+
+
+def _one_by_one(
+    draft: DSpark,
+    block: Block,
+    anchor: Int32[Array, " B"],
+    params: sampling.Sampling,
+    filters: sampling.Filters | None,
+    noise: Array,
+) -> tuple[Drafted, Float32[Array, "B G V"]]:
+    """The same for every kind of draft and request."""
+    kept = []
+
+    def choose(k: int, logits: Float[Array, "B V"]) -> Int32[Array, " B"]:
+        kept.append(admitted(logits, params, filters, ROUGH))
+        return pick(logits, kept[-1], params, noise[k])
+
+    return draft.sample(block, anchor, choose), jnp.stack(kept, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

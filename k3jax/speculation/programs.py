@@ -13,6 +13,7 @@ import jax
 from k3jax import sampling, step
 from k3jax.speculation import bench, parts
 from k3jax.speculation.step import speculate
+from pallas import timing
 
 THREADS = 6
 """Programs that are turned into machine code at the same time."""
@@ -34,13 +35,9 @@ NAMES = (
 
 
 class Programs:
-    """Everything that is timed. `programs[name]` waits until that one is compiled.
-
-    Tracing and measuring both need Python: whoever holds `turn` has it.
-    """
+    """Everything that is timed. `programs[name]` waits until that one is compiled; tracing waits for its `TURN`."""
 
     def __init__(self, loaded: bench.Loaded) -> None:
-        self.turn = threading.Lock()
         self._compiled: dict[str, Future[Any]] = {name: Future() for name in NAMES}
         self._pool = ThreadPoolExecutor(THREADS)
         threading.Thread(target=self._build, args=(lowerings(loaded),), daemon=True).start()
@@ -51,7 +48,7 @@ class Programs:
     def _build(self, lowered: Iterator[tuple[str, Any]]) -> None:
         try:
             for _ in NAMES:
-                with self.turn:
+                with timing.TURN:
                     name, program = next(lowered)
                 self._pool.submit(self._compile, name, program)
                 time.sleep(0.01)  # a lock is not fair: whoever waits for it gets it now

@@ -72,6 +72,19 @@ def _random(params: sampling.Sampling) -> Bool[Array, "B 1"]:
     return (params.temperature >= sampling.GREEDY_BELOW)[:, None]
 
 
+def scores(
+    logits: Float32[Array, "B G V"], params: sampling.Sampling, row_keys: Array
+) -> tuple[Float32[Array, "B G V"], Float32[Array, " B"]]:
+    """Base and scale: of base + scale * bias the largest is what `pick` picks at place k of logits + bias, unfiltered.
+
+    `row_keys` [G, B].
+    """
+    random = _random(params)
+    scale = jnp.where(random[:, 0], 1 / jnp.maximum(params.temperature, sampling.GREEDY_BELOW), 1.0)
+    noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[2:])))(row_keys).swapaxes(0, 1)
+    return logits * scale[:, None, None] + jnp.where(random[..., None], noise, 0.0), scale
+
+
 def draw(probability: Float32[Array, "B V"], row_keys: Array) -> Int32[Array, " B"]:
     """One token of each row's distribution; of a one-hot one, its token."""
     noise = jax.vmap(lambda key: jax.random.gumbel(key, probability.shape[1:]))(row_keys)

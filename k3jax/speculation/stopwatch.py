@@ -1,61 +1,19 @@
 """Times of the programs of `k3jax.speculation.programs` on a device."""
 
 import dataclasses
-import functools
-import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from k3jax.cache import K3Cache
 from k3jax.speculation import bench, parts
 from k3jax.speculation.programs import TOP_P, Programs
 from k3jax.speculation.state import SpeculativeState
-
-FEW, MANY = 2, 10
-"""Calls of a series."""
-
-
-def device_us(run: Callable[[Any], Any], carry: Any, repeats: int = 5) -> float:
-    """Microseconds that the device takes for a call of a compiled program; `run` maps the carry to the next one.
-
-    Decoding enqueues a step before the last one has ended, so the host's time for a call does not count. It is kept
-    out: calls stand behind work that lasts until all are enqueued, and few are subtracted from many.
-    """
-
-    def series(carry: Any, calls: int) -> tuple[Any, float]:
-        start = time.perf_counter()
-        ahead = _keep_busy()
-        for _ in range(calls):
-            carry = run(carry)
-        jax.block_until_ready((ahead, carry))
-        return carry, time.perf_counter() - start
-
-    carry, _ = series(carry, 1)
-    best = dict.fromkeys((FEW, MANY), math.inf)
-    for _ in range(repeats):
-        for calls in best:
-            carry, seconds = series(carry, calls)
-            # Whatever else the machine does only adds.
-            best[calls] = min(best[calls], seconds)
-    return (best[MANY] - best[FEW]) / (MANY - FEW) * 1e6
-
-
-def _keep_busy() -> Array:
-    """About thirty milliseconds of a GPU's time; nothing to speak of elsewhere."""
-    size, turns = (4096, 150) if jax.default_backend() == "gpu" else (8, 1)
-    return _multiply(jnp.ones((size, size), jnp.bfloat16), turns)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _multiply(matrix: Float[Array, "N N"], turns: int) -> Float[Array, "N N"]:
-    scaled = matrix / jnp.asarray(matrix.shape[0], matrix.dtype)
-    return jax.lax.fori_loop(0, turns, lambda _, product: product @ scaled, matrix)
+from pallas import timing
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,10 +63,10 @@ class Stopwatch:
         yield "whole", self._time("whole", whole, loaded.speculative)
 
     def _time(self, name: str, call: Callable[[Any], Any], carry: Any) -> float:
-        """`device_us` once the program is there and nobody traces another one."""
+        """Once the program is there: by the device's clock on a GPU, otherwise by the host's."""
         _ = self.programs[name]
-        with self.programs.turn:
-            return device_us(call, carry)
+        measure = timing.device_call_us if jax.default_backend() == "gpu" else timing.median_call_us
+        return measure(call, carry, 1)
 
 
 def _copy(tree: Any) -> Any:

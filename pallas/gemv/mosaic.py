@@ -1,10 +1,11 @@
 """The skinny product as one streaming Mosaic GPU kernel: at most sixteen rows of activations against a large matrix.
 
 Weights are the left operand of the tensor-core products, so one to eight rows cost the same. Those of 8 bits become
-bfloat16 in registers, and the sums are multiplied with their output's scale. Each warpgroup keeps a ring of buffers
-filled by bulk copies; the warpgroups of a thread block share a tile of 64 weight rows, each a part of its depth, and
-add their sums through shared memory, or take tiles of their own where matrices are shallow. Matrices with few rows are
-cut along their depth as well, into slices whose float32 sums are added outside.
+float16 in registers, and the sums are multiplied with their output's scale. Each warpgroup keeps a ring of buffers
+filled by bulk copies; the warpgroups of a thread block share a tile of up to 64 weight rows, each a part of its depth,
+and add their sums through shared memory, or take tiles of their own where matrices are shallow. Tiles are as high as
+gives every block the same work; matrices with very few rows are cut along their depth as well, into slices whose
+float32 sums are added outside.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int8
 
-from pallas.dispatch import require_hopper
+from pallas import warp_product
+from pallas.dispatch import BLACKWELL, HOPPER, MULTIPROCESSORS, multiprocessors, require_capability
 from pallas.gemv import widen, xla
 from pallas.gemv.int8 import BOX, Int8Matrix
 from pallas.transposed_store import emulated_store, store
@@ -30,8 +32,9 @@ MOST_TOKENS = 16
 DEPTH = 64
 """Inputs of a buffer, one swizzled tile: 128 bytes."""
 WIDE = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
-MULTIPROCESSORS = 132
 SLICES = (1, 2, 3, 4, 5, 6, 7, 8)
+HEIGHTS = (64, 56, 48)
+"""Of tiles; lower ones leave too little under way in a ring."""
 BYTES_PER_US, JOIN_US, SUM_US = 4.3e6, 0.3, 1.2
 """Of the memory; of the warpgroups' sums at the end of a tile; of adding slices in the kernel that takes them."""
 SHALLOW = 512
@@ -44,14 +47,16 @@ class Settings:
 
     groups: int = 4
     """Warpgroups of a thread block, which share a tile."""
-    stages: int = 5
-    """Buffers of a warpgroup."""
+    stages: int = 3
+    """Buffers of a warpgroup; each has barriers to be prepared."""
     slices: int = 1
     """Parts of the depth that different thread blocks take."""
     blocks: int = MULTIPROCESSORS
     """Thread blocks."""
     shared: bool = True
     """Whether the warpgroups of a thread block share a tile; otherwise each takes one of its own."""
+    height: int = ROWS
+    """Outputs of a tile, a multiple of 8 up to the 64 of a product."""
 
     @property
     def members(self) -> int:
@@ -69,21 +74,26 @@ class Settings:
 
 
 def settings_for(rows: Sequence[int], depth: int, *, narrow: bool = False) -> Settings:
-    """The cut of the shortest expected time: slices for matrices of few tiles, tiles of their own for shallow ones."""
-    tiles = sum(-(-count // ROWS) for count in rows)
+    """The cut of the shortest expected time, and tiles of their own for shallow matrices.
+
+    Matrices of few tiles are cut into lower ones, so that every block gets as many, or along their depth.
+    """
+    blocks = multiprocessors()
     if depth <= SHALLOW:
         # Many small rings: a tile is a few boxes, and between two of them nothing is under way.
-        return Settings(shared=False, stages=2, blocks=2 * MULTIPROCESSORS)
-    cuts = [Settings(slices=count) for count in SLICES]
+        return Settings(shared=False, stages=2, blocks=2 * blocks)
+    kinds = itertools.product(SLICES, HEIGHTS)
+    cuts = [Settings(slices=slices, height=height, blocks=blocks) for slices, height in kinds]
     usable = [cut for cut in cuts if depth % cut.unit(narrow=narrow) == 0]
 
     def expected_us(cut: Settings) -> float:
+        tiles = sum(-(-count // cut.height) for count in rows)
         turns = -(-tiles * cut.slices // cut.workers)
-        bytes_of_turn = cut.workers * ROWS * depth // cut.slices * (1 if narrow else 2)
+        bytes_of_turn = cut.workers * cut.height * depth // cut.slices * (1 if narrow else 2)
         parts = 2 * 4 * cut.slices * sum(rows) * 8 / BYTES_PER_US  # written and read, of eight rows
         return turns * (bytes_of_turn / BYTES_PER_US + JOIN_US) + (SUM_US + parts if cut.slices > 1 else 0.0)
 
-    return min(usable, key=expected_us, default=Settings())
+    return min(usable, key=expected_us, default=cuts[0])
 
 
 def matmuls(
@@ -103,11 +113,10 @@ def matmuls(
     for matrix in weights:
         require_supported(x, matrix, cut, narrow=narrow)
     columns = 8 if tokens <= 8 else 16
-    if settings is None and columns > 8:
-        cut = dataclasses.replace(cut, stages=cut.stages - 1)  # as much as shared memory holds
     if columns > 8 or interpret is not None:
         # The copy engine reads what is missing of one tile of eight rows as zeros.
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
+    x = widen.to_half(x) if narrow else x
     kinds = (jnp.dtype(jnp.float32),) * len(sizes) if cut.slices > 1 else dtypes
     call = _Call(
         tokens=tokens,
@@ -153,6 +162,11 @@ class _Call:
     emulated: bool
 
     @property
+    def kind(self) -> Any:
+        """Of the operands of products."""
+        return jnp.float16 if self.narrow else jnp.bfloat16
+
+    @property
     def box(self) -> int:
         """Inputs of a copy."""
         return BOX if self.narrow else DEPTH
@@ -170,7 +184,7 @@ class _Call:
     @property
     def ends(self) -> tuple[int, ...]:
         """Tiles up to the end of each matrix."""
-        return tuple(itertools.accumulate(-(-rows // ROWS) for rows in self.sizes))
+        return tuple(itertools.accumulate(-(-rows // self.cut.height) for rows in self.sizes))
 
     @property
     def total(self) -> int:
@@ -201,7 +215,7 @@ class _Warpgroup:
         """`run(matrix, first row)` for the matrix of the tile; its last tile may overlap the one before."""
         for index, (rows, end) in enumerate(zip(self.call.sizes, self.call.ends)):
             first = self.call.ends[index - 1] if index else 0
-            row = jnp.minimum((tile - first) * ROWS, rows - ROWS)
+            row = jnp.minimum((tile - first) * self.call.cut.height, rows - self.call.cut.height)
             if len(self.call.sizes) == 1:
                 run(index, row)
             else:
@@ -220,8 +234,10 @@ class _Warpgroup:
             inputs = pl.ds(step * call.box, call.box)
 
             def read(index: int, row: jax.Array) -> None:
-                source = self.matrices[index].at[pl.ds(row, ROWS), inputs]
-                plgpu.copy_gmem_to_smem(source, smem["left"].at[slot], smem["full"].at[slot])
+                source = self.matrices[index].at[pl.ds(row, cut.height), inputs]
+                target = smem["left"].at[slot]
+                target = target if cut.height == ROWS else target.at[pl.ds(0, cut.height)]
+                plgpu.copy_gmem_to_smem(source, target, smem["full"].at[slot])
 
             self.choose(tile, read)
             # From a row that the tracer does not know to be the first: x may have fewer.
@@ -251,7 +267,7 @@ class _Warpgroup:
         found = found if call.emulated else plgpu.layout_cast(found, layout)
         for index, (rows, end) in enumerate(zip(call.sizes, call.ends)):
             first = call.ends[index - 1] if index else 0
-            row = jnp.clip((tile - first) * ROWS, 0, rows - ROWS) + self.first_row
+            row = jnp.clip((tile - first) * call.cut.height, 0, rows - call.cut.height) + self.first_row
             values = by_row(self.scales[index], row, shape, layout)
             if len(call.sizes) == 1:
                 return values
@@ -260,24 +276,22 @@ class _Warpgroup:
 
     def tile_sum(self, item: jax.Array) -> jax.Array:
         """Products of the warpgroup's boxes of a tile."""
-        call, full = self.call, self.smem["full"]
+        call = self.call
 
-        def scope(total: Any) -> jax.Array:
-            def one(index: jax.Array, _: None) -> None:
-                stage = item * call.parts + index
-                slot = self.slot(stage)
-                plgpu.barrier_wait(full.at[slot])
-                for weights, inputs in self.operands(slot):
-                    plgpu.wgmma(total, weights, inputs.transpose((1, 0)))
-                    plgpu.wgmma_wait(1 if call.narrow else 0)
-                plgpu.wgmma_wait(0)
-                plgpu.commit_smem()
-                self.fetch(stage + call.cut.stages)
+        def one(index: jax.Array, total: jax.Array) -> jax.Array:
+            stage = item * call.parts + index
+            slot = self.slot(stage)
+            plgpu.barrier_wait(self.smem["full"].at[slot])
+            for weights, inputs in self.operands(slot):
+                if call.narrow:
+                    total = warp_product.accumulate_held(total, weights, inputs)
+                else:
+                    total = warp_product.accumulate(total, [weights], inputs)
+            warp_product.settle()  # every warp has read the buffer
+            self.fetch(stage + call.cut.stages)
+            return total
 
-            lax.fori_loop(0, call.parts, one, None)
-            return total[...]
-
-        return pl.run_scoped(scope, plgpu.ACC((ROWS, call.columns), jnp.float32))
+        return lax.fori_loop(0, call.parts, one, warp_product.zeros((ROWS, call.columns)))
 
     def emulated_sum(self, item: jax.Array) -> jax.Array:
         """`tile_sum` in interpretation."""
@@ -314,12 +328,13 @@ class _Warpgroup:
         if cut.shared:
             result = self.joined(lax.rem(item, jnp.int32(2)), result)
         if factor is not None:
-            result = result * factor
+            result = result * (factor * widen.HALF_SCALE)
         put = emulated_store if call.emulated else store
 
         def write(index: int, row: jax.Array) -> None:
-            target = self.outputs[index].at[piece, :, pl.ds(row, ROWS)]
-            put(target, None, self.first_row, result.astype(call.dtypes[index]), call.layout)
+            target = self.outputs[index].at[piece, :, pl.ds(row, cut.height)]
+            limit = None if cut.height == ROWS else cut.height
+            put(target, None, self.first_row, result.astype(call.dtypes[index]), call.layout, limit=limit)
 
         self.choose(tile, write)
 
@@ -351,7 +366,7 @@ def _kernel(call: _Call, interpret: Any) -> Any:
         thread_name="group",
         scratch_types={
             "left": smem((buffers, ROWS, call.box), jnp.int8 if call.narrow else jnp.bfloat16, **left),
-            "right": smem((buffers, call.columns, call.box), jnp.bfloat16, transforms=WIDE),
+            "right": smem((buffers, call.columns, call.box), call.kind, transforms=WIDE),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=buffers),
             **(joint if cut.shared else {}),
         },
@@ -366,8 +381,11 @@ def _kernel(call: _Call, interpret: Any) -> Any:
 def on_gpu(
     x: Float[Array, "M K"], weights: tuple[Float[Array, "_ K"] | Int8Matrix, ...], dtypes: tuple[jnp.dtype, ...]
 ) -> tuple[Float[Array, "M _"], ...]:
-    """`matmuls`, refusing where there is no Hopper GPU. Gradients are those of ordinary products; int8 has none."""
-    require_hopper("gemv mosaic")
+    """`matmuls`, refusing where there is no GPU that it was compiled for.
+
+    Gradients are those of ordinary products; int8 has none.
+    """
+    require_capability("gemv mosaic", HOPPER, BLACKWELL)
     narrow = [matrix for matrix in weights if isinstance(matrix, Int8Matrix)]
     if not narrow:
         return _differentiable(x, weights, dtypes)

@@ -9,6 +9,11 @@ from k3jax.tokenizer import Tokenizer
 from k3jax.tokenizer import train as tokenizer_train
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick(quick_compilation: None) -> None:
+    """For all tests of this folder."""
+
+
 @pytest.fixture(scope="session")
 def released(shared: Path) -> Tokenizer:
     """The released vocabulary of 163,840 ids."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax import api, params
+from k3jax import api, capacity, params
 from k3jax.cache import Rows
 from k3jax.dspark import files, quantized
 from k3jax.dspark.config import DraftMla, DSparkConfig, Rope
@@ -129,3 +129,14 @@ def test_auto_is_int8_for_bfloat16_on_a_gpu(monkeypatch):
     assert quantized.chosen("auto", jnp.float32) == "model"
     with pytest.raises(ValueError, match="draft_weights is 'fp4', expected auto, model, int8"):
         quantized.chosen("fp4", jnp.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["model", "int8"])
+def test_a_footprint_counts_what_the_draft_holds(target, tree, kind):
+    config, head = mla_draft(target), jnp.ones((target.config.vocab_size, target.config.hidden_size), jnp.float32)
+    held = quantized.quantize(tree(config), head) if kind == "int8" else tree(config)
+    sizes = [
+        capacity.footprint(target.config, dtype=jnp.float32, draft=draft, draft_weights=kind)
+        for draft in (config, None)
+    ]
+    assert sizes[0].weights - sizes[1].weights == sum(leaf.nbytes for leaf in jax.tree.leaves(held))

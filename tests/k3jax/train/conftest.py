@@ -1,7 +1,5 @@
 """The small model of the training tests, as fixtures."""
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +10,6 @@ from k3jax.train import specs
 from k3jax.train.forward import Batch
 
 LENGTH = 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    """These programs run for milliseconds; optimising them would take most of the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +47,9 @@ def batch(small_model: K3Config) -> Batch:
 @pytest.fixture(scope="session")
 def awake(small_model: K3Config) -> dict:
     """Master parameters moved off their special initial values (zeros, ones), so that every path carries gradient."""
-    leaves, structure = jax.tree.flatten(specs.initialize(small_model, jax.random.key(0)))
+    start = jax.jit(lambda key: specs.initialize(small_model, key))(jax.random.key(0))
     generator = np.random.default_rng(1)
-    moved = [leaf + jnp.asarray(generator.normal(0, 0.1, leaf.shape), leaf.dtype) for leaf in leaves]
-    return jax.tree.unflatten(structure, moved)
+    # In NumPy: JAX would compile a sum for every shape.
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf + generator.normal(0, 0.1, leaf.shape).astype(np.float32)), jax.device_get(start)
+    )

@@ -139,6 +139,12 @@ def test_texts_may_stay_on_the_device(target, config, texts, monkeypatch):
         assert all(any((row == text).all() for text in shelf.texts.ids) for row in np.asarray(held.ids))
         for mine, theirs in zip(held, again, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_takes_texts_of_two_lengths_from_the_device(target, config, texts):
+    kinds = [Texts(texts.ids[:10], texts.begin[:10]), Texts(texts.ids[:, :12], texts.begin)]
+    recipe = draft_run.Recipe(steps=4, rows=4, anchors=4, resident=True)
     steps = draft_run.train(target, config, draft_run.create(config, 0), lambda _: kinds, recipe)
     assert np.isfinite([float(result.loss) for _, result in steps]).all()
 

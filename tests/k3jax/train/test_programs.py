@@ -22,7 +22,7 @@ from k3jax.train.evaluate import make_evaluate
 from k3jax.train.forward import Batch
 from k3jax.train.run import place, place_whole
 
-LENGTH, ROWS = 512, 8
+LENGTH, ROWS = 512, 4
 ROOT = Path(programs.__file__).parents[1]
 
 
@@ -68,7 +68,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, small_model: K3Config, pre
     def export(path: Path, config: K3Config, tree: dict) -> None:
         checkpoints.export(path, config, tree, max_shard_bytes=1 << 40)
 
-    return out, programs.pretrain(settings, orbax_adapter.write, orbax_adapter.read, export)
+    mesh = step.data_mesh(jax.devices()[:1])  # several are for test_step.py
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "data_mesh", lambda: mesh)
+        return out, programs.pretrain(settings, orbax_adapter.write, orbax_adapter.read, export)
 
 
 def test_a_run_leaves_a_checkpoint_that_loads(trained: tuple[Path, dict], small_model: K3Config) -> None:

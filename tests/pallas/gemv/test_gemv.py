@@ -41,12 +41,14 @@ def test_project_contracts_several_axes(tokens):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "outputs", "inputs", "slices"), [(3, 136, 256, 1), (9, 64, 512, 2)], ids=["overlap", "slices"]
+    ("tokens", "outputs", "inputs", "cut"),
+    [(3, 136, 256, {}), (9, 64, 512, {"slices": 2}), (3, 136, 256, {"height": 40})],
+    ids=["overlap", "slices", "low tiles"],
 )
-def test_interpreted(tokens, outputs, inputs, slices):
-    """136 rows: the last tile of 64 overlaps the one before."""
+def test_interpreted(tokens, outputs, inputs, cut):
+    """136 rows: the last tile of 64 overlaps the one before, and that of 40 as well."""
     x, weights = draw(tokens, outputs, inputs)
-    cut = mosaic.Settings(groups=2, stages=2, blocks=2, slices=slices)
+    cut = mosaic.Settings(groups=2, stages=2, blocks=2, **cut)
     actual = jax.jit(lambda x, w: mosaic.matmuls(x, (w,), None, INTERPRET, cut))(x.at[1].set(jnp.nan), weights)[0]
     assert np.isnan(np.asarray(actual[1], np.float32)).all()
     others = [row for row in range(tokens) if row != 1]
@@ -71,9 +73,14 @@ def test_several_matrices_in_one_pass():
     assert relative(second, definition(x, parts[1])) < 3e-3
 
 
-def test_matrices_of_few_tiles_are_cut_along_their_depth():
-    assert mosaic.settings_for([49376], 7168).slices == 1
-    assert mosaic.settings_for([2112], 7168).slices == 4  # 33 tiles
+@pytest.mark.parametrize(
+    ("rows", "depth", "height", "slices"),
+    [(49376, 7168, 64, 1), (7168, 12288, 56, 1), (6288, 7168, 48, 1), (2112, 7168, 64, 4)],
+)
+def test_every_block_gets_as_many_tiles(rows, depth, height, slices):
+    """132 blocks: 772, 128, 131, and 33 tiles of four slices."""
+    cut = mosaic.settings_for([rows], depth)
+    assert (cut.height, cut.slices) == (height, slices)
 
 
 def test_warpgroups_take_tiles_of_their_own():

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas import gemv
-from pallas.gemv import int8, mosaic
+from pallas.gemv import int8, mosaic, widen
 from tests.pallas.comparison import relative
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -71,8 +71,9 @@ def test_project(inputs, tokens):
         (3, 136, 512, {}),
         (9, 64, 512, {"slices": 2}),
         (2, 136, 128, {"shared": False}),
+        (3, 136, 512, {"height": 56}),
     ],
-    ids=["overlap", "slices", "own tiles"],
+    ids=["overlap", "slices", "own tiles", "low tiles"],
 )
 def test_interpreted(tokens, outputs, inputs, cut):
     """136 rows: the last tile of 64 overlaps the one before."""
@@ -110,8 +111,20 @@ def test_shallow_matrices_are_not_shared():
 
 
 def test_kinds_are_not_mixed_in_a_launch(monkeypatch):
-    monkeypatch.setattr(mosaic, "require_hopper", lambda name: None)
+    monkeypatch.setattr(mosaic, "require_capability", lambda *name: None)
     x, codes, scale = draw(2, 64, 512)
     matrices = matrix_of(codes, scale), jnp.zeros((64, 512), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="of one kind"):
         mosaic.on_gpu(jnp.asarray(x, jnp.bfloat16), matrices, (jnp.dtype("float32"),) * 2)
+
+
+def test_activations_become_float16_without_loss():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.choice([-1, 1], 4000) * 2 ** rng.uniform(-24, 19.9, 4000), jnp.bfloat16)
+    back = np.asarray(widen.to_half(x), np.float64) * widen.HALF_SCALE
+    given = np.asarray(x, np.float64)
+    large = np.abs(given) >= 2.0**-10
+    np.testing.assert_array_equal(back[large], given[large])
+    assert np.abs(back - given).max() < 5e-7
+    ends = np.asarray(widen.to_half(jnp.asarray([1e9, -1e9, np.nan], jnp.bfloat16)), np.float64)
+    np.testing.assert_array_equal(ends, [65504.0, -65504.0, np.nan])

@@ -1,0 +1,5 @@
+"""Tokens drawn one after another, each under a bias that the one before it gives."""
+
+from pallas.markov.api import Walk, walk
+
+__all__ = ["Walk", "walk"]

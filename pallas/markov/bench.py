@@ -1,0 +1,79 @@
+"""Benchmark of the Markov walk: a gate, then the time of a draft's block at Kimi K3's shapes."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas import gemv, timing
+from pallas.benchmark import Check, Measurement, compiling, floor_us, measured_peer
+from pallas.dispatch import Implementation
+from pallas.markov import api
+
+CALLS = 8
+"""Of a program, each from the last token of the one before."""
+
+
+class Shape(NamedTuple):
+    """Tokens, vocabulary and rank of a walk."""
+
+    tokens: int
+    vocabulary: int
+    rank: int
+
+    @property
+    def bytes_moved(self) -> int:
+        """The head read once for each token, as a kernel for one would; noise read and biases written."""
+        return self.tokens * self.vocabulary * (self.rank + 12)
+
+
+K3, SMALL = Shape(7, 163840, 256), Shape(3, 328, 128)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def draw(shape: Shape, seed: int = 0) -> tuple[Any, ...]:
+    """Random arguments of `walk`: noise and biases of about the same size."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    base = jax.random.gumbel(keys[0], (shape.tokens, shape.vocabulary))
+    table, head = (jax.random.normal(key, (shape.vocabulary, shape.rank), jnp.bfloat16) for key in keys[1:])
+    return base, jnp.float32(shape.rank**-0.5), jnp.int32(shape.vocabulary - 1), table, gemv.quantize(head)
+
+
+def gate(implementation: Implementation = None) -> list[Check]:
+    """Tokens and biases against the portable walk."""
+    shape = K3 if jax.default_backend() == "gpu" else SMALL
+    checks = []
+    for seed in range(3):
+        inputs = draw(shape, seed)
+        ours, other = (jax.jit(functools.partial(api.walk, implementation=i))(*inputs) for i in (implementation, "xla"))
+        checks.append(Check(f"biases, draw {seed}", timing.relative_rms(ours.bias, other.bias), 1e-5))
+        checks.append(Check(f"tokens, draw {seed}", float(jnp.sum(ours.token != other.token)), 0.0))
+    return checks
+
+
+def chain(implementation: Implementation) -> Callable[..., jax.Array]:
+    """A program of walks, each of which begins where the last one ended."""
+
+    def run(anchor: jax.Array, base: Any, scale: Any, table: Any, head: Any) -> jax.Array:
+        for _ in range(CALLS):
+            anchor = api.walk(base, scale, anchor, table, head, implementation=implementation).token[-1]
+        return anchor
+
+    return jax.jit(run)
+
+
+def measure() -> Iterator[Measurement]:
+    """Times the walk on the present GPU, beside one product and one argmax at a time."""
+    base, scale, anchor, table, head = draw(K3)
+    rest = base, scale, table, head
+    runs = compiling({kind: (chain(kind), (anchor, *rest)) for kind in (None, "xla")})
+
+    def time(kind: Implementation) -> float:
+        run = runs[kind].result()
+        return timing.device_call_us(lambda carry: run(carry, *rest), anchor, CALLS)
+
+    name = f"{K3.tokens} tokens, {K3.rank} -> {K3.vocabulary}, int8"
+    peer = measured_peer("XLA, token by token", lambda: time("xla"))
+    yield Measurement(name, time(None), floor_us(float(K3.bytes_moved)), None, (peer,))
