@@ -107,7 +107,7 @@ def decode_checks(
             yield Check(f"decode, token {token} of {tokens} equals a single step", error, 5e-3)
 
 
-def alone_checks(heads: int, lengths: list[int], tokens: int) -> Iterator[Check]:
+def alone_checks(heads: int, lengths: list[int], tokens: int, narrow: bool = False) -> Iterator[Check]:
     """Attention of a row in a batch and alone, bit for bit; of the kernels alone.
 
     The projections around them are XLA's, which may sum in another order for another number of rows.
@@ -115,11 +115,16 @@ def alone_checks(heads: int, lengths: list[int], tokens: int) -> Iterator[Check]
     pool, table = paged(len(lengths), max(lengths))
     query = [normal(key, len(lengths), tokens * heads, width) for key, width in enumerate((RANK, SHARED))]
     length = jnp.asarray(lengths, jnp.int32)
+    scales: list[jax.Array] = []
+    if narrow:
+        pool, scale = jax.jit(api.quantize_pages)(pool)
+        scales.append(scale)
     options = {"heads": heads, "rank": RANK, "scale": SCALE}
-    together = attend_pages(*query, pool, table, length - tokens, length, **options)
+    together = attend_pages(*query, pool, table, length - tokens, length, *scales, **options)
     first = [x[:1] for x in query]
-    alone = attend_pages(*first, pool, table[:1], length[:1] - tokens, length[:1], **options)
-    yield Check(f"attention of {heads} heads x {tokens}, a row alone", float(jnp.any(alone[0] != together[0])), 0.0)
+    alone = attend_pages(*first, pool, table[:1], length[:1] - tokens, length[:1], *scales, **options)
+    name = f"attention of {heads} heads x {tokens}{', 8 bit' if narrow else ''}, a row alone"
+    yield Check(name, float(jnp.any(alone[0] != together[0])), 0.0)
 
 
 def narrow_checks(implementation: Implementation, heads: int, lengths: list[int]) -> Iterator[Check]:
@@ -160,7 +165,8 @@ def gate(implementation: Implementation = None) -> list[Check]:
     runs += [partial(narrow_checks, implementation, heads, [4000, 9, 65]) for heads in (RANK_HEADS, HEADS)]
     runs += [partial(prefill_checks, implementation, 4, tokens) for tokens in (130, 600)]
     if implementation != "xla":
-        alone = ((RANK_HEADS, lengths, 1), (RANK_HEADS, lengths, 9), (HEADS, lengths, 1), (HEADS, [9000, 70], 1))
+        alone = [(RANK_HEADS, lengths, 1), (RANK_HEADS, lengths, 9), (HEADS, lengths, 1), (HEADS, [9000, 70], 1)]
+        alone.append((HEADS, [9000, 70], 1, True))
         runs += [partial(alone_checks, *case) for case in alone]
     # Side by side, for most of the time goes into compiling.
     with ThreadPoolExecutor(THREADS) as pool:

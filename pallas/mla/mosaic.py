@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas.dispatch import require_hopper
+from pallas.dispatch import BLACKWELL, HOPPER, require_capability
 from pallas.mla import mosaic_decode, mosaic_join, mosaic_plan, mosaic_prefill, xla
 from pallas.precision import einsum
 
@@ -25,7 +25,7 @@ def decode(
     scale: float,
 ) -> Float[Array, "B W H V"]:
     """`api.decode`: keys are folded into the query, values are lifted after the sum."""
-    require_hopper("mla mosaic decode")
+    require_capability("mla mosaic decode", HOPPER, BLACKWELL)
     own, rank = key_up.shape[1:]
     mosaic_plan.require_supported(query, pool, rank)
     rows, tokens, heads, _ = query.shape
@@ -74,7 +74,7 @@ def attend_pages(
 
 def prefill(*args: Array, scale: float) -> Float[Array, "B T H V"]:
     """`api.prefill`, arguments as of `expanded`."""
-    require_hopper("mla mosaic prefill")
+    require_capability("mla mosaic prefill", HOPPER, BLACKWELL)
     return differentiable_prefill(*args, scale)
 
 

@@ -22,7 +22,18 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas.mla import mosaic_plan
 from pallas.mla import mosaic_roles as roles
-from pallas.mla.mosaic_plan import CHUNK, DEFAULT, STAGES, TILE, WIDE, Plan, Settings, part_tiles
+from pallas.mla.mosaic_plan import (
+    CHUNK,
+    DEFAULT,
+    NARROW_KEYS,
+    NARROW_VALUES,
+    PIECE,
+    TILE,
+    WIDE,
+    Plan,
+    Settings,
+    part_tiles,
+)
 
 ARGUMENTS = ("absorbed", "shared", "pool", "table", "starts", "lengths", "scales", "mixed", "stats")
 BUFFERS = ("queries", "tiles", "shares", "raised", "shrinks", "tops", "asked", "full", "scored", "free")
@@ -75,7 +86,7 @@ def attend(
             approx_math=True,
             unsafe_no_auto_barriers=True,
             # Enough to take the maxima of all queries of a tile across warps in one exchange.
-            reduction_scratch_bytes=6144,
+            reduction_scratch_bytes=1024 if plan.narrow else 6144,
         ),
         interpret=interpret,
         kernel_name="mla_decode",
@@ -83,34 +94,33 @@ def attend(
 
 
 def _buffers(plan: Plan, dtype: Any) -> tuple[Any, ...]:
-    """Shared memory and barriers, in the order of BUFFERS, then staging."""
-    slots = STAGES * plan.chunks
-    staging: tuple[Any, ...] = ()
-    if plan.narrow:
-        # A bulk copy takes rows of at most 256 values.
-        piece = max(size for size in (64, 128, 192, 256) if plan.width % size == 0)
-        pieces = plan.width // piece
-        staging = (plgpu.SMEM((pieces, TILE, piece), dtype), plgpu.Barrier(num_arrivals=pieces))
-    return (
+    """Shared memory and barriers, in the order of BUFFERS."""
+    slots = plan.stages * roles.barriers(plan)
+    tile = (plan.rank // PIECE, TILE, PIECE) if plan.narrow else (plan.chunks, TILE, CHUNK)
+    buffers = (
         plgpu.SMEM((plan.chunks, plan.most, CHUNK), jnp.bfloat16, transforms=WIDE),
-        plgpu.SMEM((STAGES, plan.chunks, TILE, CHUNK), jnp.bfloat16, transforms=WIDE),
-        plgpu.SMEM((STAGES, plan.most, TILE), jnp.bfloat16, transforms=WIDE),
-        plgpu.SMEM((STAGES,), jnp.int32),
-        plgpu.SMEM((STAGES, plan.most), jnp.float32),
+        plgpu.SMEM((plan.stages, *tile), dtype, transforms=NARROW_VALUES if plan.narrow else WIDE),
+        plgpu.SMEM((plan.stages, plan.most, TILE), jnp.float16 if plan.narrow else jnp.bfloat16, transforms=WIDE),
+        plgpu.SMEM((plan.stages,), jnp.int32),
+        plgpu.SMEM((plan.stages, plan.most), jnp.float32),
         plgpu.SMEM((plan.most,), jnp.float32),
         plgpu.Barrier(num_arrivals=plan.chunks),
-        plgpu.Barrier(num_arrivals=plan.copies, num_barriers=slots),
-        plgpu.Barrier(num_barriers=STAGES),
-        plgpu.Barrier(num_barriers=slots),
-        *staging,
+        plgpu.Barrier(num_arrivals=1 + plan.rank // PIECE if plan.narrow else plan.copies, num_barriers=slots),
+        plgpu.Barrier(num_barriers=plan.stages),
+        # Both halves of the channels free a tile of 8-bit latents.
+        plgpu.Barrier(num_arrivals=2 if plan.narrow else 1, num_barriers=slots),
     )
+    keys = plgpu.SMEM((plan.stages, TILE, plan.width - plan.rank), dtype, transforms=NARROW_KEYS)
+    return (*buffers, plgpu.Barrier(num_arrivals=3), keys) if plan.narrow else buffers
 
 
 def _block(plan: Plan, *refs: Any) -> None:
     """The kernel: finds a block's work and hands it to its warpgroups."""
     arguments, buffers = refs[: len(ARGUMENTS)], refs[len(ARGUMENTS) :]
     named = dict(zip((*ARGUMENTS, *BUFFERS), (*arguments, *buffers)))
-    memory = roles.Memory(**named, staging=tuple(buffers[len(BUFFERS) :]) or None)
+    memory = roles.Memory(
+        **named, ready=(*buffers[len(BUFFERS) :], None)[0], keys=(*buffers[len(BUFFERS) + 1 :], None)[0]
+    )
     part, group, row, role = (lax.axis_index(name) for name in ("parts", "groups", "rows", "role"))
     # Starts before the kernel in front has finished, and waits for it before anything is read.
     if plan.interpret is None:

@@ -12,10 +12,15 @@ TILE = 64
 """Tokens of a tile: the rows of one tensor-core instruction."""
 CHUNK = 64
 """Channels of a chunk, the piece of a tile that is fetched and freed by itself."""
-STAGES = 2
-MOST_QUERIES, MOST_QUERIES_NARROW = 48, 24
-"""Queries of a block: what accumulators and shared memory hold; less beside a tile of 8-bit latents."""
+STAGES, STAGES_NARROW = 2, 4
+"""Tiles in shared memory."""
+MOST_QUERIES = 48
+"""Queries of a block: what accumulators and shared memory hold."""
 WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+PIECE = 128
+"""Channels of a piece of 8-bit values: a line of 128 bytes, the most that a swizzled copy fetches at once."""
+NARROW_VALUES = (plgpu.SwizzleTransform(PIECE),)
+NARROW_KEYS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))
 PRODUCT = plgpu.Layout.WGMMA
 PER_QUERY = plgpu.Layout.WGMMA.reduce(0)
 LOG2_E = math.log2(math.e)
@@ -31,6 +36,8 @@ class Settings:
     """At most; the multiprocessors of an H200."""
     parts: int = 88
     """At most: so many blocks draw almost all the bandwidth there is, and more only write sums more often."""
+    parts_narrow: int = 132
+    """The same for 8-bit latents, with which a block takes longer for a byte."""
     least: int = 4
     """Tiles of a part at least."""
     turns: int = 4
@@ -88,6 +95,11 @@ class Plan:
     interpret: Any
 
     @property
+    def stages(self) -> int:
+        """Tiles in shared memory."""
+        return STAGES_NARROW if self.narrow else STAGES
+
+    @property
     def chunks(self) -> int:
         """Chunks of a tile, those that are values first."""
         return self.width // CHUNK
@@ -121,10 +133,10 @@ def make(
 ) -> Plan:
     """The plan for queries of shape [B, Q, C], a pool [pages, page, L] and page tables of `pages` pages."""
     page, narrow = pool.shape[1], pool.dtype == jnp.float8_e4m3fn
-    limit = most_queries(shared[1], pages * page, settings)
-    groups, most = group_queries(shared[1], min(limit, MOST_QUERIES_NARROW if narrow else MOST_QUERIES))
+    groups, most = group_queries(shared[1], most_queries(shared[1], pages * page, settings))
+    limit = settings.parts_narrow if narrow else settings.parts
     # No more than the page table can fill: that changes no row's parts.
-    parts = max(1, min(settings.blocks // groups, settings.parts, -(-pages * page // (TILE * settings.least))))
+    parts = max(1, min(settings.blocks // groups, limit, -(-pages * page // (TILE * settings.least))))
     turns = max(1, min(settings.turns, shared[0] * groups * parts // (4 * settings.blocks)))
     return Plan(
         heads=heads,
@@ -153,6 +165,11 @@ def require_supported(query: Any, pool: Any, rank: int) -> None:
         )
     if pool.dtype == jnp.float8_e4m3fn and page % TILE:
         raise NotImplementedError(f"mla mosaic decode serves 8-bit pages of a multiple of {TILE} rows, got {page}")
+    if pool.dtype == jnp.float8_e4m3fn and (rank, width) != (8 * CHUNK, 9 * CHUNK):
+        raise NotImplementedError(
+            f"mla mosaic decode serves 8-bit latents of {8 * CHUNK} values in rows of {9 * CHUNK}, "
+            f"got {rank} in {width}"
+        )
     if rank % 128 or width % 64:
         raise NotImplementedError(
             f"mla mosaic decode serves multiples of 128 latent values in rows of multiples of 64, got {rank} in {width}"

@@ -8,7 +8,8 @@ products; nothing is concatenated in memory.
 
 import dataclasses
 import math
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
+
+from pallas import dispatch, warp_product
 
 WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 PRODUCT = plgpu.Layout.WGMMA
@@ -52,6 +55,62 @@ def require_supported(query: Any, own: Any, shared: Any, value: Any) -> None:
         )
 
 
+class Memory(NamedTuple):
+    """References: arguments, the result, then shared memory and barriers."""
+
+    query: Any
+    own: Any
+    shared: Any
+    value: Any
+    starts: Any
+    output: Any
+    asks: Any
+    asks_shared: Any
+    owns: Any
+    shareds: Any
+    values: Any
+    got: Any
+    k_full: Any
+    v_full: Any
+    k_free: Any
+    v_free: Any
+
+
+class Work(NamedTuple):
+    """What a block does: queries from `first` on, at position `begin`, over `count` tiles of keys."""
+
+    group: jax.Array
+    head: jax.Array
+    row: jax.Array
+    first: jax.Array
+    begin: jax.Array
+    count: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Settings):
+    """Static sizes of one call."""
+
+    tokens: int
+    total: int
+    """Keys."""
+    own_width: int
+    shared_width: int
+    value_width: int
+    factor: float
+    """What scores are multiplied by, in base 2."""
+
+    @property
+    def tall(self) -> int:
+        """Queries of a block."""
+        return self.groups * QUERIES
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a head."""
+        return -(-self.tokens // self.tall)
+
+
 def attend(
     query: Float[Array, "B T H Q"],
     own: Float[Array, "B S H K"],
@@ -65,138 +124,219 @@ def attend(
     """Query t of row b sees keys 0 .. start[b] + t; keys must be finite even where none sees them."""
     require_supported(query, own, shared, value)
     rows, tokens, heads, _ = query.shape
-    keys, own_width, shared_width, value_width = own.shape[1], own.shape[-1], shared.shape[-1], value.shape[-1]
-    tall, wide, stages, groups = QUERIES, settings.keys, settings.stages, settings.groups
-    blocks = -(-tokens // (groups * tall))
-    compute_registers, fetch_registers = REGISTERS[groups]
-    factor = scale * LOG2_E
-
-    def body(query, own, shared, value, starts, output, *buffers: Any):
-        asks, asks_shared, owns, shareds, values, got, k_full, v_full, k_free, v_free = buffers
-        group, head, row = (lax.axis_index(name) for name in ("group", "heads", "rows"))
-        # Long rows of work first.
-        first = (blocks - 1 - lax.axis_index("blocks")) * (groups * tall)
-        begin = starts[row] + first
-        count = (jnp.minimum(begin + groups * tall, keys) + wide - 1) // wide
-
-        @pl.when(group == groups)
-        def _fetch() -> None:
-            plgpu.set_max_registers(fetch_registers, action="decrease")
-
-            def fetch(tile: jax.Array, _: None) -> None:
-                slot = tile % stages
-                there = pl.ds(tile * wide, wide)
-                pl.when(tile >= stages)(lambda: plgpu.barrier_wait(k_free.at[slot]))
-                plgpu.copy_gmem_to_smem(own.at[row, there, head], owns.at[slot], k_full.at[slot])
-                plgpu.copy_gmem_to_smem(shared.at[row, there], shareds.at[slot], k_full.at[slot])
-                pl.when(tile >= stages)(lambda: plgpu.barrier_wait(v_free.at[slot]))
-                plgpu.copy_gmem_to_smem(value.at[row, there, head], values.at[slot], v_full.at[slot])
-
-            lax.fori_loop(0, count, fetch, None)
-
-        @pl.when(group < groups)
-        def _compute() -> None:
-            plgpu.set_max_registers(compute_registers, action="increase")
-            mine, mine_shared = asks.at[group], asks_shared.at[group]
-            here = pl.ds(first + group * tall, tall)
-            plgpu.copy_gmem_to_smem(query.at[row, here, head, pl.ds(0, own_width)], mine, got.at[group])
-            part = pl.ds(own_width, shared_width)
-            plgpu.copy_gmem_to_smem(query.at[row, here, head, part], mine_shared, got.at[group])
-            q, k = (plgpu.broadcasted_iota(jnp.int32, (tall, wide), axis, layout=PRODUCT) for axis in (0, 1))
-            seen = q + (begin + group * tall)
-            whole = jnp.minimum((begin + group * tall + 1) // wide, count)
-            plgpu.barrier_wait(got.at[group])
-
-            def spread(x: jax.Array, columns: int) -> jax.Array:
-                return lax.broadcast_in_dim(x, (tall, columns), (0,))
-
-            def ask(scores: Any, slot: jax.Array) -> None:
-                plgpu.wgmma(scores, mine, owns.at[slot].transpose((1, 0)))
-                plgpu.wgmma(scores, mine_shared, shareds.at[slot].transpose((1, 0)))
-
-            def soften(scores: jax.Array, tile: jax.Array, maximum: jax.Array, masked: bool) -> tuple:
-                if masked:
-                    scores = jnp.where(k + tile * wide <= seen, scores, LOWEST)
-                higher = jnp.maximum(maximum, scores.max(axis=1) * factor)
-                share = jnp.exp2(scores * factor - spread(higher, wide))
-                return higher, jnp.exp2(maximum - higher), share
-
-            def loop(tile: jax.Array, carry: tuple, masked: bool) -> tuple:
-                mixed, maximum, total, share = carry
-                slot, before = tile % stages, (tile - 1) % stages
-                plgpu.barrier_wait(k_full.at[slot])
-                plgpu.barrier_wait(v_full.at[before])
-
-                def run(scores: Any, acc: Any) -> tuple:
-                    acc[...] = mixed
-                    ask(scores, slot)
-                    plgpu.wgmma(acc, share, values.at[before])
-                    raw = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-                    plgpu.barrier_arrive(k_free.at[slot])
-                    higher, shrink, following = soften(raw, tile, maximum, masked)
-                    sums = total * shrink + following.sum(axis=1)
-                    summed = plgpu.wgmma_accumulator_load(acc, wait_n=0)
-                    plgpu.barrier_arrive(v_free.at[before])
-                    return summed * spread(shrink, value_width), higher, sums, following.astype(jnp.bfloat16)
-
-                return pl.run_scoped(
-                    run, plgpu.ACC((tall, wide), jnp.float32), plgpu.ACC((tall, value_width), jnp.float32)
-                )
-
-            def lead(masked: bool) -> tuple:
-                plgpu.barrier_wait(k_full.at[0])
-
-                def run(scores: Any) -> jax.Array:
-                    ask(scores, jnp.int32(0))
-                    return scores[...]
-
-                raw = pl.run_scoped(run, plgpu.ACC((tall, wide), jnp.float32))
-                plgpu.barrier_arrive(k_free.at[0])
-                low = plgpu.layout_cast(jnp.full((tall,), LOWEST, jnp.float32), PER_ROW)
-                higher, _, share = soften(raw, jnp.int32(0), low, masked)
-                none = plgpu.layout_cast(jnp.zeros((tall, value_width), jnp.float32), PRODUCT)
-                return none, higher, share.sum(axis=1), share.astype(jnp.bfloat16)
-
-            carry = lead(True)
-            carry = lax.fori_loop(1, whole, lambda tile, carry: loop(tile, carry, False), carry)
-            carry = lax.fori_loop(jnp.maximum(whole, 1), count, lambda tile, carry: loop(tile, carry, True), carry)
-            mixed, _, total, share = carry
-            last = (count - 1) % stages
-            plgpu.barrier_wait(v_full.at[last])
-
-            def finish(acc: Any) -> None:
-                plgpu.wgmma(acc, share, values.at[last])
-
-            mixed = pl.run_state(finish)(plgpu.ACC.init(mixed))
-            mixed = mixed * spread(1.0 / total, value_width)
-            mine[...] = mixed.astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(mine, output.at[row, here, head])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    buffer = lambda *shape: plgpu.SMEM(shape, jnp.bfloat16, transforms=WIDE)  # noqa: E731
+    plan = Plan(
+        **dataclasses.asdict(settings),
+        tokens=tokens,
+        total=own.shape[1],
+        own_width=own.shape[-1],
+        shared_width=shared.shape[-1],
+        value_width=value.shape[-1],
+        factor=scale * LOG2_E,
+    )
     return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((rows, tokens, heads, value_width), query.dtype),
+        partial(_block, plan),
+        out_type=jax.ShapeDtypeStruct((rows, tokens, heads, plan.value_width), query.dtype),
         # Blocks of one head side by side: they read the same keys and values.
-        grid=(blocks, heads, rows),
+        grid=(plan.blocks, heads, rows),
         grid_names=("blocks", "heads", "rows"),
-        num_threads=groups + 1,
+        num_threads=plan.groups + 1,
         thread_name="group",
-        scratch_types=(
-            buffer(groups, tall, own_width),
-            buffer(groups, tall, shared_width),
-            buffer(stages, wide, own_width),
-            buffer(stages, wide, shared_width),
-            buffer(stages, wide, value_width),
-            plgpu.Barrier(num_arrivals=2, num_barriers=groups),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        ),
+        scratch_types=_buffers(plan),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True, unsafe_no_auto_barriers=True
         ),
         kernel_name="mla_prefill",
     )(query, own, shared, value, start)
+
+
+def _buffers(plan: Plan) -> tuple[Any, ...]:
+    """Shared memory and barriers, in the order of `Memory`."""
+    buffer = lambda *shape: plgpu.SMEM(shape, jnp.bfloat16, transforms=WIDE)  # noqa: E731
+    return (
+        buffer(plan.groups, QUERIES, plan.own_width),
+        buffer(plan.groups, QUERIES, plan.shared_width),
+        buffer(plan.stages, plan.keys, plan.own_width),
+        buffer(plan.stages, plan.keys, plan.shared_width),
+        buffer(plan.stages, plan.keys, plan.value_width),
+        plgpu.Barrier(num_arrivals=2, num_barriers=plan.groups),
+        plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages),
+        plgpu.Barrier(num_barriers=plan.stages),
+        plgpu.Barrier(num_arrivals=plan.groups, num_barriers=plan.stages),
+        plgpu.Barrier(num_arrivals=plan.groups, num_barriers=plan.stages),
+    )
+
+
+def _block(plan: Plan, *refs: Any) -> None:
+    """The kernel: finds a block's work and hands it to its warpgroups."""
+    memory = Memory(*refs)
+    group, head, row = (lax.axis_index(name) for name in ("group", "heads", "rows"))
+    # Long rows of work first.
+    first = (plan.blocks - 1 - lax.axis_index("blocks")) * plan.tall
+    begin = memory.starts[row] + first
+    count = (jnp.minimum(begin + plan.tall, plan.total) + plan.keys - 1) // plan.keys
+    work = Work(group, head, row, first, begin, count)
+    pl.when(group == plan.groups)(lambda: _fetch(plan, memory, work))
+    pl.when(group < plan.groups)(lambda: _compute(plan, memory, work))
+
+
+def _fetch(plan: Plan, memory: Memory, work: Work) -> None:
+    """Fetches keys and values tile by tile, as places fall free."""
+    plgpu.set_max_registers(REGISTERS[plan.groups][1], action="decrease")
+    row, head = work.row, work.head
+
+    def fetch(tile: jax.Array, _: None) -> None:
+        slot = tile % plan.stages
+        there = pl.ds(tile * plan.keys, plan.keys)
+        pl.when(tile >= plan.stages)(lambda: plgpu.barrier_wait(memory.k_free.at[slot]))
+        plgpu.copy_gmem_to_smem(memory.own.at[row, there, head], memory.owns.at[slot], memory.k_full.at[slot])
+        plgpu.copy_gmem_to_smem(memory.shared.at[row, there], memory.shareds.at[slot], memory.k_full.at[slot])
+        pl.when(tile >= plan.stages)(lambda: plgpu.barrier_wait(memory.v_free.at[slot]))
+        plgpu.copy_gmem_to_smem(memory.value.at[row, there, head], memory.values.at[slot], memory.v_full.at[slot])
+
+    lax.fori_loop(0, work.count, fetch, None)
+
+
+def _spread(x: jax.Array, columns: int) -> jax.Array:
+    """One value for each query, in every column."""
+    return lax.broadcast_in_dim(x, (QUERIES, columns), (0,))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+    """The queries of one warpgroup and what it does with them."""
+
+    plan: Plan
+    memory: Memory
+    mine: Any
+    mine_shared: Any
+    key: jax.Array
+    """Index of a score's key in its tile."""
+    seen: jax.Array
+    """Position of a score's query, the last key that it sees."""
+
+    def ask(self, scores: Any, slot: jax.Array) -> None:
+        """Starts the products of the queries with a tile of keys."""
+        plgpu.wgmma(scores, self.mine, self.memory.owns.at[slot].transpose((1, 0)))
+        plgpu.wgmma(scores, self.mine_shared, self.memory.shareds.at[slot].transpose((1, 0)))
+
+    def soften(self, scores: jax.Array, tile: jax.Array, maximum: jax.Array, masked: bool) -> tuple:
+        """(maxima, what sums so far are multiplied by, weights relative to the maxima)."""
+        factor = self.plan.factor
+        if masked:
+            scores = jnp.where(self.key + tile * self.plan.keys <= self.seen, scores, LOWEST)
+        higher = jnp.maximum(maximum, scores.max(axis=1) * factor)
+        share = jnp.exp2(scores * factor - _spread(higher, self.plan.keys))
+        return higher, jnp.exp2(maximum - higher), share
+
+    def lead(self) -> tuple:
+        """The weights of the first tile."""
+        plgpu.barrier_wait(self.memory.k_full.at[0])
+
+        def run(scores: Any) -> jax.Array:
+            self.ask(scores, jnp.int32(0))
+            return scores[...]
+
+        raw = pl.run_scoped(run, plgpu.ACC((QUERIES, self.plan.keys), jnp.float32))
+        plgpu.barrier_arrive(self.memory.k_free.at[0])
+        low = plgpu.layout_cast(jnp.full((QUERIES,), LOWEST, jnp.float32), PER_ROW)
+        higher, _, share = self.soften(raw, jnp.int32(0), low, True)
+        none = plgpu.layout_cast(jnp.zeros((QUERIES, self.plan.value_width), jnp.float32), PRODUCT)
+        return none, higher, share.sum(axis=1), share.astype(jnp.bfloat16)
+
+    def step(self, tile: jax.Array, carry: tuple, masked: bool) -> tuple:
+        """Scores of a tile, and beside its softmax the weighted values of the tile before."""
+        plan, memory = self.plan, self.memory
+        mixed, maximum, total, share = carry
+        slot, before = tile % plan.stages, (tile - 1) % plan.stages
+        plgpu.barrier_wait(memory.k_full.at[slot])
+        plgpu.barrier_wait(memory.v_full.at[before])
+
+        def run(scores: Any, acc: Any) -> tuple:
+            acc[...] = mixed
+            self.ask(scores, slot)
+            plgpu.wgmma(acc, share, memory.values.at[before])
+            raw = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            plgpu.barrier_arrive(memory.k_free.at[slot])
+            higher, shrink, following = self.soften(raw, tile, maximum, masked)
+            sums = total * shrink + following.sum(axis=1)
+            summed = plgpu.wgmma_accumulator_load(acc, wait_n=0)
+            plgpu.barrier_arrive(memory.v_free.at[before])
+            return summed * _spread(shrink, plan.value_width), higher, sums, following.astype(jnp.bfloat16)
+
+        widths = (plan.keys, plan.value_width)
+        return pl.run_scoped(run, *(plgpu.ACC((QUERIES, width), jnp.float32) for width in widths))
+
+    def finish(self, last: jax.Array, carry: tuple) -> jax.Array:
+        """The values of the last tile, and the division by the sums."""
+        mixed, _, total, share = carry
+        plgpu.barrier_wait(self.memory.v_full.at[last])
+        add = lambda acc: plgpu.wgmma(acc, share, self.memory.values.at[last])  # noqa: E731
+        mixed = pl.run_state(add)(plgpu.ACC.init(mixed))
+        return mixed * _spread(1.0 / total, self.plan.value_width)
+
+
+class WarpShare(Share):
+    """The same by products of single warps, one after another."""
+
+    def _scores(self, slot: jax.Array) -> jax.Array:
+        scores = warp_product.zeros((QUERIES, self.plan.keys))
+        scores = warp_product.accumulate(scores, [self.mine], self.memory.owns.at[slot])
+        scores = warp_product.accumulate(scores, [self.mine_shared], self.memory.shareds.at[slot])
+        plgpu.barrier_arrive(self.memory.k_free.at[slot])
+        return scores
+
+    def _weigh(self, mixed: jax.Array, share: jax.Array, slot: jax.Array) -> jax.Array:
+        return warp_product.accumulate_held(mixed, share, self.memory.values.at[slot], right_turned=True)
+
+    def lead(self) -> tuple:
+        """See `Share.lead`."""
+        plgpu.barrier_wait(self.memory.k_full.at[0])
+        low = plgpu.layout_cast(jnp.full((QUERIES,), LOWEST, jnp.float32), PER_ROW)
+        higher, _, share = self.soften(self._scores(jnp.int32(0)), jnp.int32(0), low, True)
+        none = warp_product.zeros((QUERIES, self.plan.value_width))
+        return none, higher, share.sum(axis=1), share.astype(jnp.bfloat16)
+
+    def step(self, tile: jax.Array, carry: tuple, masked: bool) -> tuple:
+        """See `Share.step`."""
+        plan, memory = self.plan, self.memory
+        mixed, maximum, total, share = carry
+        slot, before = tile % plan.stages, (tile - 1) % plan.stages
+        plgpu.barrier_wait(memory.k_full.at[slot])
+        scores = self._scores(slot)
+        plgpu.barrier_wait(memory.v_full.at[before])
+        mixed = self._weigh(mixed, share, before)
+        plgpu.barrier_arrive(memory.v_free.at[before])
+        higher, shrink, following = self.soften(scores, tile, maximum, masked)
+        sums = total * shrink + following.sum(axis=1)
+        return mixed * _spread(shrink, plan.value_width), higher, sums, following.astype(jnp.bfloat16)
+
+    def finish(self, last: jax.Array, carry: tuple) -> jax.Array:
+        """See `Share.finish`."""
+        mixed, _, total, share = carry
+        plgpu.barrier_wait(self.memory.v_full.at[last])
+        return self._weigh(mixed, share, last) * _spread(1.0 / total, self.plan.value_width)
+
+
+def _compute(plan: Plan, memory: Memory, work: Work) -> None:
+    """Attention of one warpgroup's queries."""
+    plgpu.set_max_registers(REGISTERS[plan.groups][0], action="increase")
+    row, head, group = work.row, work.head, work.group
+    mine, mine_shared = memory.asks.at[group], memory.asks_shared.at[group]
+    here = pl.ds(work.first + group * QUERIES, QUERIES)
+    plgpu.copy_gmem_to_smem(memory.query.at[row, here, head, pl.ds(0, plan.own_width)], mine, memory.got.at[group])
+    part = pl.ds(plan.own_width, plan.shared_width)
+    plgpu.copy_gmem_to_smem(memory.query.at[row, here, head, part], mine_shared, memory.got.at[group])
+    shape, begin = (QUERIES, plan.keys), work.begin + group * QUERIES
+    query, key = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=PRODUCT) for axis in (0, 1))
+    kind = WarpShare if dispatch.warps_multiply() else Share
+    share = kind(plan=plan, memory=memory, mine=mine, mine_shared=mine_shared, key=key, seen=query + begin)
+    # Tiles that every query sees whole need no mask.
+    whole = jnp.minimum((begin + 1) // plan.keys, work.count)
+    plgpu.barrier_wait(memory.got.at[group])
+    carry = lax.fori_loop(1, whole, lambda tile, carry: share.step(tile, carry, False), share.lead())
+    first = jnp.maximum(whole, 1)
+    carry = lax.fori_loop(first, work.count, lambda tile, carry: share.step(tile, carry, True), carry)
+    mine[...] = share.finish((work.count - 1) % plan.stages, carry).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(mine, memory.output.at[row, here, head])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

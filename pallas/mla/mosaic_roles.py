@@ -24,19 +24,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
-from pallas.mla.mosaic_plan import CHUNK, LOG2_E, LOWEST, PER_QUERY, PRODUCT, STAGES, TILE, Plan
+from pallas.mla import mosaic_narrow
+from pallas.mla.mosaic_plan import CHUNK, LOG2_E, LOWEST, MOST_QUERIES, PER_QUERY, PIECE, PRODUCT, TILE, Plan
 from pallas.mla.mosaic_product import product_for
 
 SCORE, LEFT, RIGHT, FETCH = range(4)
 REGISTERS = {SCORE: 184, LEFT: 136, RIGHT: 136, FETCH: 56}
-REGISTERS_NARROW = {SCORE: 136, LEFT: 136, RIGHT: 136, FETCH: 104}
+REGISTERS_NARROW = {SCORE: 152, LEFT: 160, RIGHT: 160, FETCH: 40}
+"""For 8-bit latents and many queries: what mixes values holds a left operand too, what fetches asks for whole tiles."""
 ROUND = 1.5 * 2**10
 """Added to a score, it leaves multiples of 2^-13, for scores of less than 2^9."""
 SLACK = 8.0
 """Weights are 2^SLACK at most."""
 SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
-NARROW = plgpu.Layout.TILED(plgpu.Tiling(((16, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-"""[16, 64]: eight neighbouring values a thread, which are 8 bytes of 8-bit latents and 16 of bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,10 @@ class Memory:
     full: Any
     scored: Any
     free: Any
-    staging: Any = None
-    """Shared memory where 8-bit latents land, and its barrier."""
+    keys: Any = None
+    """[stage, token, channel]: of 8-bit latents what is keys only; `tiles` is [stage, piece, token, channel] then."""
+    ready: Any = None
+    """The barrier for queries that stand in order, which 8-bit latents need."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,16 @@ def ask(plan: Plan, memory: Memory, row: jax.Array, group: jax.Array) -> None:
         plgpu.copy_gmem_to_smem(source.at[row, mine, columns], memory.queries.at[chunk], memory.asked)
 
 
+def registers(plan: Plan) -> dict[int, int]:
+    """Registers of a thread of each warpgroup."""
+    return REGISTERS_NARROW if plan.narrow and plan.most > MOST_QUERIES // 2 else REGISTERS
+
+
+def barriers(plan: Plan) -> int:
+    """Pieces of a tile that are fetched and freed by themselves: chunks; 8-bit latents are read whole."""
+    return 1 if plan.narrow else plan.chunks
+
+
 def _release(plan: Plan, memory: Memory, slot: jax.Array, chunk: Any) -> None:
     """Says that a chunk has been read."""
     plgpu.barrier_arrive(memory.free.at[slot * plan.chunks + chunk])
@@ -131,16 +143,16 @@ def _drain(plan: Plan, memory: Memory, work: Work) -> None:
     """Sees the last chunks fall free. Only the interpreter needs that: it takes an arrival unseen for a fault."""
     if plan.interpret is None:
         return
-    for back in range(STAGES):
-        tile = work.count - 1 - back
-        for chunk in range(plan.chunks):
-            index = tile % STAGES * plan.chunks + chunk
+    for back in range(plan.stages):
+        tile, pieces = work.count - 1 - back, barriers(plan)
+        for piece in range(pieces):
+            index = tile % plan.stages * pieces + piece
             pl.when(tile >= 0)(lambda index=index: plgpu.barrier_wait(memory.free.at[index]))
 
 
 def fetch(plan: Plan, memory: Memory, work: Work) -> None:
     """Fetches tiles chunk by chunk, as places fall free."""
-    plgpu.set_max_registers(REGISTERS[FETCH], action="decrease")
+    plgpu.set_max_registers(registers(plan)[FETCH], action="decrease")
 
     def numbers(tile: jax.Array) -> list[jax.Array]:
         token = (work.first + tile) * TILE
@@ -150,12 +162,12 @@ def fetch(plan: Plan, memory: Memory, work: Work) -> None:
         ]
 
     def one(tile: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
-        slot = tile % STAGES
+        slot = tile % plan.stages
         following = numbers(tile + 1)
         inside = (work.first + tile) * TILE % plan.page if plan.copies == 1 else 0
         for chunk in range(plan.chunks):
             index, columns = slot * plan.chunks + chunk, pl.ds(chunk * CHUNK, CHUNK)
-            pl.when(tile >= STAGES)(lambda index=index: plgpu.barrier_wait(memory.free.at[index]))
+            pl.when(tile >= plan.stages)(lambda index=index: plgpu.barrier_wait(memory.free.at[index]))
             for copy, page in enumerate(pages):
                 there = memory.pool.at[page, pl.ds(inside, min(plan.page, TILE)), columns]
                 here = memory.tiles.at[slot, chunk]
@@ -167,62 +179,51 @@ def fetch(plan: Plan, memory: Memory, work: Work) -> None:
     _drain(plan, memory, work)
 
 
+def _page(plan: Plan, memory: Memory, work: Work, tile: jax.Array) -> jax.Array:
+    """Page of a tile; past the table, its last one."""
+    return memory.table[work.row, jnp.minimum((work.first + tile) * TILE // plan.page, plan.pages - 1)]
+
+
 def fetch_narrow(plan: Plan, memory: Memory, work: Work) -> None:
-    """Latents of 8 bits go through a buffer of their own, and widened into the tile."""
-    plgpu.set_max_registers(REGISTERS_NARROW[FETCH], action="decrease")
-    staged, landed = memory.staging
-    pieces, _, piece_width = staged.shape
+    """Fetches tiles of 8-bit latents whole, as places fall free."""
+    plgpu.set_max_registers(registers(plan)[FETCH], action="decrease")
 
-    def number(tile: jax.Array) -> jax.Array:
-        return memory.table[work.row, (work.first + tile) * TILE // plan.page]
+    def one(tile: jax.Array, page: jax.Array) -> jax.Array:
+        slot = tile % plan.stages
+        following = _page(plan, memory, work, tile + 1)
+        pl.when(tile >= plan.stages)(lambda: plgpu.barrier_wait(memory.free.at[slot]))
+        rows = pl.ds((work.first + tile) * TILE % plan.page, TILE)
+        keys = memory.pool.at[page, rows, pl.ds(plan.rank, plan.width - plan.rank)]
+        plgpu.copy_gmem_to_smem(keys, memory.keys.at[slot], memory.full.at[slot])
+        for piece in range(plan.rank // PIECE):
+            there = memory.pool.at[page, rows, pl.ds(piece * PIECE, PIECE)]
+            plgpu.copy_gmem_to_smem(there, memory.tiles.at[slot, piece], memory.full.at[slot])
+        return following
 
-    def start_copy(tile: jax.Array) -> None:
-        there = pl.ds((work.first + tile) * TILE % plan.page, TILE)
-        for piece in range(pieces):
-            columns = pl.ds(piece * piece_width, piece_width)
-            plgpu.copy_gmem_to_smem(memory.pool.at[number(tile), there, columns], staged.at[piece], landed)
-
-    def one(tile: jax.Array, _: None) -> None:
-        slot = tile % STAGES
-        pl.when(tile == 0)(lambda: start_copy(tile))
-        factor = memory.scales[number(tile)]
-        plgpu.barrier_wait(landed)
-        parts = {}
-        for token in range(0, TILE, 16):
-            for chunk in range(plan.chunks):
-                column = chunk * CHUNK
-                here = staged.at[column // piece_width, pl.ds(token, 16), pl.ds(column % piece_width, CHUNK)]
-                parts[token, chunk] = plgpu.load(here, layout=NARROW, optimized=False)
-        plgpu.commit_smem()
-        pl.when(tile + 1 < work.count)(lambda: start_copy(tile + 1))
-        for chunk in range(plan.chunks):
-            index = slot * plan.chunks + chunk
-            pl.when(tile >= STAGES)(lambda index=index: plgpu.barrier_wait(memory.free.at[index]))
-        for (token, chunk), piece in parts.items():
-            wide = (piece.astype(jnp.float32) * factor).astype(jnp.bfloat16)
-            memory.tiles[slot, chunk, pl.ds(token, 16)] = wide
-        plgpu.commit_smem()
-        for chunk in range(plan.chunks):
-            plgpu.barrier_arrive(memory.full.at[slot * plan.chunks + chunk])
-
-    lax.fori_loop(0, work.count, one, None)
+    lax.fori_loop(0, work.count, one, _page(plan, memory, work, jnp.int32(0)))
     _drain(plan, memory, work)
 
 
 def _scores(plan: Plan, memory: Memory, slot: jax.Array) -> jax.Array:
     """Products of a tile's keys with the queries, chunk by chunk as they land."""
     product = product_for(plan.interpret)
+    if plan.narrow:
+        plgpu.barrier_wait(memory.full.at[slot])
+        return mosaic_narrow.scores(plan, memory.tiles.at[slot], memory.keys.at[slot], memory.queries)
 
     def chunks() -> Any:
         for chunk in range(plan.chunks):
             plgpu.barrier_wait(memory.full.at[slot * plan.chunks + chunk])
-            yield memory.tiles.at[slot, chunk], memory.queries.at[chunk].transpose((1, 0))
+            yield memory.tiles.at[slot, chunk], memory.queries.at[chunk]
 
     return product.chain((TILE, plan.most), chunks())
 
 
 def _clean(plan: Plan, memory: Memory, slot: jax.Array, stored: jax.Array) -> None:
     """Zeros where a row has ended: what lies there may be NaN, which a weight of zero would not stop."""
+    if plan.narrow:
+        mosaic_narrow.clean(plan, memory.tiles.at[slot], stored)
+        return
     inside = plgpu.broadcasted_iota(jnp.int32, (TILE, CHUNK), 0, layout=PRODUCT) < stored
     for chunk in range(plan.values):
         there = memory.tiles.at[slot, chunk]
@@ -252,48 +253,89 @@ def _any_positive(plan: Plan, values: jax.Array) -> jax.Array:
     return vote(values)
 
 
+def _spread(plan: Plan, values: jax.Array) -> jax.Array:
+    """One value for each query, for every token of a tile."""
+    return lax.broadcast_in_dim(values, (TILE, plan.most), (1,))
+
+
+def _load(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=PER_QUERY, optimized=False)
+
+
+def _raise_tops(
+    plan: Plan, memory: Memory, slot: jax.Array, scores: jax.Array, before: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(tops, sums): where a query's scores exceed its top, and nowhere else, whatever stands beside it."""
+    most = scores.max(axis=0)
+    memory.tops[...] = jnp.where(most > before + (ROUND + SLACK), jnp.round(most - ROUND), before)
+    synchronize_warpgroup(plan)
+    top = _load(memory.tops)
+    shrink = jnp.exp2(before - top)
+    memory.shrinks[slot] = shrink
+    return top, total * _spread(plan, shrink)
+
+
+def _hide(plan: Plan, work: Work, position: jax.Array, begin: jax.Array, scores: jax.Array) -> jax.Array:
+    """Scores of tokens that a query does not see become the lowest."""
+    token, column = (plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=PRODUCT) for axis in (0, 1))
+    if plan.narrow:
+        token = mosaic_narrow.token_of(plan, token)
+    last = jnp.minimum(position + (column + work.group * plan.most) // plan.heads, work.length - 1)
+    return jnp.where((token + begin) <= last, scores, LOWEST)
+
+
+def _factors(plan: Plan, memory: Memory, work: Work, tile: jax.Array, before: tuple | None = None) -> tuple:
+    """(page of the next tile, factor of this one).
+
+    Given what it returned for the tile before, no load waits for another.
+    """
+    if not plan.narrow:
+        return ()
+    page = _page(plan, memory, work, tile) if before is None else before[0]
+    return _page(plan, memory, work, jnp.minimum(tile + 1, work.count - 1)), memory.scales[page]
+
+
 def score(plan: Plan, memory: Memory, work: Work) -> None:
-    """Scores and weights of every tile; at the end, each query's top and the sum of its weights."""
-    registers = REGISTERS_NARROW if plan.narrow else REGISTERS
-    plgpu.set_max_registers(registers[SCORE], action="increase")
+    """Scores and weights of every tile; at the end, each query's top and the sum of its weights.
+
+    The factor of 8-bit latents multiplies weights, hence its logarithm is added to scores; sums leave it out. Their
+    tiles are small enough for values to wait until the next tile is scored, and to be mixed beside its softmax.
+    """
+    plgpu.set_max_registers(registers(plan)[SCORE], action="increase")
     shape, most = (TILE, plan.most), plan.most
-    position = memory.starts[work.row]
+    position, kind = memory.starts[work.row], jnp.float16 if plan.narrow else jnp.bfloat16
 
-    def spread(x: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(x, shape, (1,))
+    def hand_on(tile: jax.Array) -> None:
+        plgpu.barrier_arrive(memory.scored.at[tile % plan.stages])
 
-    def load(ref: Any) -> jax.Array:
-        return plgpu.load(ref, layout=PER_QUERY, optimized=False)
-
-    def raise_tops(slot: jax.Array, scores: jax.Array, before: jax.Array, total: jax.Array) -> tuple:
-        memory.tops[...] = jnp.maximum(before, jnp.round(scores.max(axis=0) - ROUND))
-        synchronize_warpgroup(plan)
-        top = load(memory.tops)
-        shrink = jnp.exp2(before - top)
-        memory.shrinks[slot] = shrink
-        return top, total * spread(shrink)
-
-    def one(tile: jax.Array, carry: tuple[jax.Array, jax.Array], masked: bool) -> tuple[jax.Array, jax.Array]:
-        before, total = carry
-        slot, begin = tile % STAGES, (work.first + tile) * TILE
-        scores = _scores(plan, memory, slot) * (plan.scale * LOG2_E) + ROUND
-        for chunk in range(plan.values, plan.chunks):
-            _release(plan, memory, slot, chunk)
+    def one(tile: jax.Array, carry: tuple, first: jax.Array, masked: bool) -> tuple:
+        before, total, factors = carry
+        slot, begin = tile % plan.stages, (work.first + tile) * TILE
+        scale, shift, following = plan.scale * LOG2_E, ROUND, ()
+        if plan.narrow:
+            following = _factors(plan, memory, work, tile + 1, factors)
+            scale, shift = scale * factors[1], ROUND + mosaic_narrow.log2(plan, factors[1])
+        scores = _scores(plan, memory, slot) * scale + shift
+        if plan.narrow:
+            # Values run beside the softmax, where nothing else does, and not beside scores: 5 % with few queries.
+            pl.when(tile > first)(lambda: hand_on(tile - 1))
+        else:
+            for chunk in range(plan.values, plan.chunks):
+                _release(plan, memory, slot, chunk)
         if masked:
             pl.when(begin + TILE > work.length)(lambda: _clean(plan, memory, slot, work.length - begin))
-            token, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=PRODUCT) for axis in (0, 1))
-            last = jnp.minimum(position + (column + work.group * most) // plan.heads, work.length - 1)
-            scores = jnp.where((token + begin) <= last, scores, LOWEST)
-        exceeds = _any_positive(plan, scores - spread(before + (ROUND + SLACK)))
-        raise_them = lambda: raise_tops(slot, scores, before, total)  # noqa: E731
+            scores = _hide(plan, work, position, begin, scores)
+        exceeds = _any_positive(plan, scores - _spread(plan, before + (ROUND + SLACK)))
+        raise_them = lambda: _raise_tops(plan, memory, slot, scores, before, total)  # noqa: E731
         top, total = lax.cond(exceeds > 0, raise_them, lambda: (before, total))
         memory.raised[slot] = exceeds
-        share = jnp.exp2(scores - spread(top + ROUND))
-        narrow = plgpu.layout_cast(share.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+        share = jnp.exp2(scores - _spread(plan, top + ROUND))
+        narrow = plgpu.layout_cast(share.astype(kind), plgpu.Layout.WGMMA_TRANSPOSED)
         memory.shares.at[slot].transpose((1, 0))[...] = narrow
         plgpu.commit_smem()
-        plgpu.barrier_arrive(memory.scored.at[slot])
-        return top, total + share
+        if not plan.narrow:
+            hand_on(tile)
+        return top, total + (share * (1.0 / factors[1]) if plan.narrow else share), following
 
     low = plgpu.layout_cast(jnp.full((most,), LOWEST, jnp.float32), PER_QUERY)
     none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), PRODUCT)
@@ -304,13 +346,28 @@ def score(plan: Plan, memory: Memory, work: Work) -> None:
         memory.tops[...] = low
         synchronize_warpgroup(plan)
         whole = jnp.clip(seen // TILE - work.first, first, last)
-        carry = lax.fori_loop(first, whole, lambda *args: one(*args, False), (low, none))
-        top, total = lax.fori_loop(whole, last, lambda *args: one(*args, True), carry)
+        carry = (low, none, ahead or _factors(plan, memory, work, first))
+        carry = lax.fori_loop(first, whole, lambda *args: one(*args, first, False), carry)
+        top, total, _ = lax.fori_loop(whole, last, lambda *args: one(*args, first, True), carry)
+        if plan.narrow:
+            hand_on(last - 1)
         memory.stats[work.row, work.group, part, 0] = top
         memory.stats[work.row, work.group, part, 1] = total.sum(axis=0)
 
-    plgpu.barrier_wait(memory.asked)
+    # What needs no queries is asked for before they have come.
+    ahead = _factors(plan, memory, work, jnp.int32(0)) if plan.turns == 1 else ()
+    _await_queries(plan, memory)
+    if plan.narrow:
+        plgpu.barrier_wait(memory.ready)
     each_part(plan, work, of_part)
+
+
+def _await_queries(plan: Plan, memory: Memory) -> None:
+    """Sees the queries land; products of 8-bit latents want them in an order of their own, in which all help."""
+    plgpu.barrier_wait(memory.asked)
+    if plan.narrow:
+        mosaic_narrow.order_queries(plan, memory.queries)
+        plgpu.barrier_arrive(memory.ready)
 
 
 def _store_turned(plan: Plan, there: Any, values: jax.Array) -> None:
@@ -323,18 +380,17 @@ def _store_turned(plan: Plan, there: Any, values: jax.Array) -> None:
     def store(_: Any, there: Any, values: Any) -> None:
         values.foreach(lambda value, at: memref.store(value, there, [at[1], at[0]]))
 
-    store(there, values)
+    (mosaic_narrow.store if plan.narrow else lambda _, *args: store(*args))(plan, there, values)
 
 
 def mix(plan: Plan, memory: Memory, work: Work, side: jax.Array) -> None:
     """Weighted values of every tile for one half of the channels."""
-    registers = REGISTERS_NARROW if plan.narrow else REGISTERS
-    plgpu.set_max_registers(registers[LEFT], action="increase")
+    plgpu.set_max_registers(registers(plan)[LEFT], action="increase")
     blocks = plan.values // 2
     base, product = side * blocks, product_for(plan.interpret)
 
     def one(tile: jax.Array, carry: jax.Array) -> jax.Array:
-        slot = tile % STAGES
+        slot = tile % plan.stages
         plgpu.barrier_wait(memory.scored.at[slot])
 
         def shrink() -> jax.Array:
@@ -342,9 +398,13 @@ def mix(plan: Plan, memory: Memory, work: Work, side: jax.Array) -> None:
             return carry * lax.broadcast_in_dim(factor, carry.shape, (1,))
 
         carry = lax.cond(memory.raised[slot] > 0, shrink, lambda: carry)
-        values = [memory.tiles.at[slot, base + block].transpose((1, 0)) for block in range(blocks)]
+        if plan.narrow:
+            total = mosaic_narrow.mix(plan, carry, memory.tiles.at[slot], memory.shares.at[slot], side)
+            plgpu.barrier_arrive(memory.free.at[slot])
+            return total
+        values = [memory.tiles.at[slot, base + block] for block in range(blocks)]
         done = lambda block: _release(plan, memory, slot, base + block)  # noqa: E731
-        return product.blocks(carry, values, memory.shares.at[slot].transpose((1, 0)), done)
+        return product.blocks(carry, values, memory.shares.at[slot], done)
 
     none = plgpu.layout_cast(jnp.zeros((blocks * CHUNK, plan.most), jnp.float32), PRODUCT)
     channels = pl.ds(base * CHUNK, blocks * CHUNK)
@@ -353,4 +413,6 @@ def mix(plan: Plan, memory: Memory, work: Work, side: jax.Array) -> None:
         there = memory.mixed.at[work.row, work.group, part, :, channels]
         _store_turned(plan, there, lax.fori_loop(first, last, one, none))
 
+    if plan.narrow:
+        _await_queries(plan, memory)
     each_part(plan, work, of_part)
