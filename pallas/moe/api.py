@@ -1,6 +1,7 @@
 """Public functions of Stable LatentMoE (report section 2.3)."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas import gemv
 from pallas.dispatch import Implementation, select
-from pallas.moe import mosaic, mosaic_route, mxfp4, mxfp8, triton, xla
+from pallas.moe import mosaic, mosaic_front, mosaic_route, mxfp4, mxfp8, triton, xla
 from pallas.moe.types import Experts, Front, Routing
 from pallas.precision import einsum
 
@@ -65,8 +66,30 @@ def front(
 ) -> Front:
     """The routing of each token, and the products of `x` with the last axis of each of `matrices`, in the dtype of `x`.
 
-    Meant for a few tokens, which pass all weights in one launch (see `pallas.gemv.project`); logits are float32.
+    Meant for a few tokens, which pass all weights in one launch (see `pallas.gemv.project`), one token with the routing
+    in it; logits are float32.
     """
+
+    def by_launches(*args: Any, **options: Any) -> Front:
+        return _front(*args, **options, implementation=implementation)
+
+    sizes = [math.prod(matrix.shape[:-1]) for matrix in (router, *matrices)]
+    together = x.shape[0] == 1 and mosaic_front.settings_for(sizes) is not None
+    backends = {"mosaic": mosaic_front.on_gpu} if together else {}
+    run = select(implementation if together else None, **backends, xla=by_launches)
+    return run(x, router, correction_bias, matrices, k=k, scaling=scaling)
+
+
+def _front(
+    x: Array,
+    router: Array,
+    correction_bias: Array,
+    matrices: tuple[Array, ...],
+    *,
+    k: int,
+    scaling: float,
+    implementation: Implementation,
+) -> Front:
     kinds = (jnp.float32, *(x.dtype,) * len(matrices))
     logits, *products = gemv.project(x, router, *matrices, dtypes=kinds, implementation=implementation)
     routing = choose(logits, correction_bias, k=k, scaling=scaling, implementation=implementation)

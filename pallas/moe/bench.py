@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas import timing
@@ -48,20 +47,20 @@ PORTABLE = ((1, INNER), (8, INNER))
 def chain(calls: int, implementation: Implementation) -> Callable[..., jax.Array]:
     """A program of dependent calls; each reads other experts where there are several choices."""
 
-    def run(x: jax.Array, ids: jax.Array, weights: jax.Array, packed: PackedExperts) -> jax.Array:
+    def run(x: jax.Array, ids: tuple[jax.Array, ...], weights: jax.Array, packed: PackedExperts) -> jax.Array:
         for index in range(calls):
-            x = gates.run(implementation, x, ids[index % ids.shape[0]], weights, packed) * jnp.bfloat16(0.01)
+            x = gates.run(implementation, x, ids[index % len(ids)], weights, packed)
         return x
 
     return jax.jit(run)
 
 
 def arguments(line: Line, packed: PackedExperts) -> tuple[Any, ...]:
-    """Random tokens; few of them choose anew in every call."""
+    """Random tokens, with weights that keep a chain of calls bounded; few tokens choose anew in every call."""
     choices = line.calls if line.tokens <= 16 else 1
     drawn = [gates.random_tokens(line.tokens, EXPERTS, LATENT, CHOSEN, seed) for seed in range(choices)]
     x, _, weights = drawn[0]
-    return x, jnp.stack([ids for _, ids, _ in drawn]), weights / CHOSEN, packed
+    return x, tuple(ids for _, ids, _ in drawn), weights / (100 * CHOSEN), packed
 
 
 def floor_us(line: Line, args: tuple[Any, ...]) -> tuple[float, float]:

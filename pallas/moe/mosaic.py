@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas.dispatch import require_hopper
+from pallas.dispatch import BLACKWELL, HOPPER, require_capability
 from pallas.moe import mosaic_decode, mosaic_grouped, mosaic_mxfp8
 from pallas.moe.gradient import differentiable
 from pallas.moe.mxfp8 import Activations
@@ -22,7 +22,10 @@ def experts(
     activations: Activations = None,
 ) -> Float[Array, "N L"]:
     """See `pallas.moe.experts`. Refuses with `NotImplementedError` what the kernels do not serve."""
-    require_hopper("moe mosaic")
+    if activations is None:
+        require_capability("moe mosaic", HOPPER, BLACKWELL)
+    else:
+        require_capability("moe mosaic with MXFP8 activations", HOPPER)
     mosaic_decode.require_supported(x, experts)
     assert isinstance(experts, PackedExperts)
     if activations is not None:

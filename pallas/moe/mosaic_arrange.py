@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, scf
+from jaxlib.mlir.dialects import arith, memref, scf
 from jaxtyping import Array, BFloat16, Int32
 
 from pallas import inline
@@ -114,15 +114,6 @@ def _arrange(x: Any, ids: Any, outputs: tuple, scratch: tuple, number: jax.Array
     run(*refs, number)
 
 
-def _ptx(text: str, constraints: str, *operands: ir.Value) -> None:
-    llvm.inline_asm(None, operands, "{" + text + "}", constraints, asm_dialect=0, has_side_effects=True)
-
-
-def _value(text: str, constraints: str, *operands: ir.Value) -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    return llvm.inline_asm(i32, operands, "{" + text + "}", constraints, asm_dialect=0, has_side_effects=True)
-
-
 def _store_if(condition: ir.Value, value: ir.Value, ref: ir.Value, place: list[ir.Value]) -> None:
     writes = scf.IfOp(condition)
     with ir.InsertionPoint(writes.then_block):
@@ -134,14 +125,14 @@ def _mark(chosen: ir.Value, masks: ir.Value, thread: ir.Value, pairs: int, each:
     """masks[e] = the tokens that chose expert e."""
     text = ".reg .b32 a; mad.lo.u32 a, $1, 4, $0;"
     text += "".join(f"st.shared.b32 [a+{4 * THREADS * i}], 0;" for i in range(each))
-    _ptx(text, "r,r", masks, thread)
+    inline.asm([], text, "r,r", masks, thread)
     mgpu.utils.warpgroup_barrier()
     lines = [".reg .b32 e, n, a, b; .reg .b64 p; .reg .pred in, is;"]
     for first in range(0, pairs, THREADS):
         lines.append(f"add.s32 n, $2, {first}; setp.lt.u32 in, n, {pairs}; mul.wide.u32 p, n, 4; add.s64 p, p, $1;")
         lines.append(f"mov.b32 e, -1; @in ld.global.b32 e, [p]; setp.ge.s32 is, e, 0; div.u32 n, n, {k};")
         lines.append("mov.b32 b, 1; shl.b32 b, b, n; mad.lo.s32 a, e, 4, $0; @is red.shared.or.b32 [a], b;")
-    _ptx(" ".join(lines), "r,l,r", masks, chosen, thread)
+    inline.asm([], " ".join(lines), "r,l,r", masks, chosen, thread)
     mgpu.utils.warpgroup_barrier()
 
 
@@ -156,7 +147,7 @@ def _find(masks: ir.Value, words: ir.Value, thread: ir.Value, number: ir.Value, 
     for distance in (1, 2, 4, 8, 16):
         lines.append(f"shfl.sync.up.b32 t|p, v, {distance}, 0, 0xffffffff; @p add.s32 v, v, t;")
     lines.append("mad.lo.u32 a, warp, 4, $2; setp.eq.u32 q, lane, 31; @q st.shared.b32 [a], v; sub.s32 $0, v, c;")
-    before = _value(" ".join(lines), "=&r,r,r,r", masks, words, thread)
+    before = inline.asm([inline.word()], " ".join(lines), "=&r,r,r,r", masks, words, thread)[0]
     mgpu.utils.warpgroup_barrier()
     lines = [".reg .b32 a, t, o, total, warp, m, n; .reg .pred p, q;"]
     lines.append("shr.u32 warp, $2, 5; mov.b32 o, $4; mov.b32 total, 0;")
@@ -173,7 +164,7 @@ def _find(masks: ir.Value, words: ir.Value, thread: ir.Value, number: ir.Value, 
             lines += ["add.s32 n, m, -1; @q and.b32 m, m, n;"] * TOKENS
         lines.append(f"@p st.shared.b32 [$1+{4 * (WARPS + 1)}], m;")
         lines.append(f"mad.lo.u32 n, $2, {each}, {i}; @p st.shared.b32 [$1+{4 * WARPS}], n;")
-    _ptx(" ".join(lines), "r,r,r,r,r", masks, words, thread, number, before)
+    inline.asm([], " ".join(lines), "r,r,r,r,r", masks, words, thread, number, before)
     mgpu.utils.warpgroup_barrier()
 
 
@@ -182,7 +173,7 @@ def _tokens(bits: ir.Value) -> list[ir.Value]:
     found = []
     for _ in range(TOKENS):
         text = ".reg .b32 r; .reg .pred p; brev.b32 r, $1; clz.b32 $0, r; setp.eq.u32 p, $1, 0; selp.b32 $0, -1, $0, p;"
-        found.append(_value(text, "=&r,r", bits))
+        found.append(inline.asm([inline.word()], text, "=&r,r", bits)[0])
         bits = arith.andi(bits, arith.subi(bits, inline.i32(1)))
     return found
 
@@ -199,7 +190,7 @@ def _pairs_of_block(
     lines.append("mul.wide.s32 p, n, 4; add.s64 p, p, $0; @in ld.global.b32 e, [p]; setp.eq.and.s32 is, e, $3, in;")
     lines.append("mad.lo.u32 c, $4, 4, c; mul.wide.u32 o, c, 4; add.s64 o, o, $1; @is st.global.b32 [o], n;")
     lines.append("setp.lt.s32 no, t, 0; setp.eq.and.u32 no, s, 0, no; @no st.global.b32 [o], -1;")
-    _ptx(" ".join(lines), "l,l,r,r,r,r,r,r,r", chosen, pair, thread, who, number, *tokens)
+    inline.asm([], " ".join(lines), "l,l,r,r,r,r,r,r,r", chosen, pair, thread, who, number, *tokens)
 
 
 def _fill(
@@ -240,4 +231,4 @@ def _store(target: ir.Value, vector: ir.Value, row: ir.Value, width: int, parts:
     for odd in range(2):
         for part in range(2):
             lines.append(f"st.global.b32 [a+{16 * odd + width * part}], ${3 + 2 * odd + part};")
-    _ptx(" ".join(lines), "l,r,r,r,r,r,r", target, vector, row, *parts)
+    inline.asm([], " ".join(lines), "l,r,r,r,r,r,r", target, vector, row, *parts)

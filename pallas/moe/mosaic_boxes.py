@@ -34,6 +34,8 @@ class Settings:
     """Thread blocks."""
     registers: int = 232
     """Of a thread that computes."""
+    warps: bool = False
+    """Whether each warp multiplies for itself, on GPUs without warpgroup products."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The routed experts of few tokens: two streaming kernels, gate and up with SiTU, then down."""
+"""The routed experts of few tokens: two streaming kernels, gate and up with SiTU, then down; one for one token."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas.moe import mosaic_arrange
+from pallas import dispatch
+from pallas.moe import mosaic_arrange, mosaic_token
 from pallas.moe.mosaic_expand import DEPTH, ROWS, blocks_of_box
 from pallas.moe.mosaic_pair import COLUMNS, E4M3, TOKENS, Pairs, split
 from pallas.moe.mosaic_stream import Settings, Work, situ, stream
@@ -79,7 +80,12 @@ def settings_for(depth: int, planes: int, shared: bool, most: int = 6) -> Settin
     split = 4 if depth // (DEPTH * box) >= 4 else 1
     buffer = box * DEPTH * (planes * ROWS // 2 + (0 if shared else COLUMNS))
     used = 2 * 4 * planes * ROWS * TOKENS * 4 + (COLUMNS * depth if shared else 0)
-    return Settings(split=split, stages=min(most, (SHARED_MEMORY - used) // (4 * buffer)))
+    return Settings(
+        split=split,
+        stages=min(most, (SHARED_MEMORY - used) // (4 * buffer)),
+        blocks=dispatch.multiprocessors(),
+        warps=dispatch.warps_multiply(),
+    )
 
 
 def experts(
@@ -98,6 +104,8 @@ def experts(
     tokens, latent = x.shape
     if tokens > MOST_TOKENS:
         raise NotImplementedError(f"the moe decode kernel serves up to {MOST_TOKENS} tokens, got {tokens}")
+    if tokens == 1 and cuts is None and not dispatch.warps_multiply():
+        return mosaic_token.experts(x, ids, weights, experts, beta, linear_beta, dtype, interpret)
     num_experts, _, inner = experts.gate_up_packed.shape[:3]
     order, activations = prepared(x, ids, num_experts, interpret is not None)
     blocks, shared = order.expert.shape[0], not isinstance(activations, Pairs)

@@ -73,9 +73,7 @@ def place(index: Any, blocks: int) -> Any:
 
 def _multiply(left: ir.Value, right: ir.Value) -> ir.Value:
     """Two bfloat16 products; subnormal operands count."""
-    return llvm.inline_asm(
-        ir.IntegerType.get_signless(32), [left, right], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", asm_dialect=0
-    )
+    return inline.asm([inline.word()], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", left, right, pure=True)[0]
 
 
 def _power(exponent: ir.Value) -> ir.Value:

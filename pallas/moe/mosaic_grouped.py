@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float32, Int32, UInt8
 
+from pallas import dispatch, warp_product
 from pallas.moe import grouped
 from pallas.moe.mosaic_boxes import CONSUMERS, PLANES, TILE, Cut, Settings, Walk
 from pallas.moe.mosaic_expand import (
@@ -46,6 +47,10 @@ def block_tokens(pairs: int, num_experts: int) -> int:
     return min(BLOCKS, key=lambda size: -(-load // size) * (size + COST_OF_A_BLOCK))
 
 
+def _emulated_add(total: jax.Array, left: jax.Array, right: Any) -> jax.Array:
+    return total + jnp.dot(left, right[...].T, preferred_element_type=jnp.float32)
+
+
 def grouped_product(
     rows: BFloat16[Array, "R K"],
     weights: UInt8[Array, "E 2 M K//2"],
@@ -66,6 +71,7 @@ def grouped_product(
     columns, tiles, parts, stages = cut.columns, cut.tiles, cut.parts, cut.stages
     emulated = interpret is not None
     put, turn = (emulated_store, emulated_expand) if emulated else (store, expand)
+    zeros, add = (jnp.zeros, _emulated_add) if emulated else (warp_product.zeros, warp_product.accumulate_held)
     boxes_out = blocks_of_box(width)
 
     def body(
@@ -113,7 +119,7 @@ def grouped_product(
 
                 return pl.run_scoped(scope, *(plgpu.ACC((ROWS, columns), jnp.float32),) * PLANES)
 
-            def emulated_products(item: jax.Array, first: tuple) -> tuple:
+            def carried_products(item: jax.Array, first: tuple) -> tuple:
                 def one(index: jax.Array, carry: tuple) -> tuple:
                     sums, loaded = list(carry[0]), carry[1]
                     stage = item * parts + index
@@ -121,14 +127,14 @@ def grouped_product(
                     following = scales(stage + 1)
                     plgpu.barrier_wait(full.at[slot])
                     for plane, left, right in walk.operands(packed, inputs, group, slot, loaded, turn):
-                        sums[plane] += jnp.dot(left, right[...].T, preferred_element_type=jnp.float32)
+                        sums[plane] = add(sums[plane], left, right)
                     plgpu.barrier_arrive(empty.at[slot])
                     return tuple(sums), following
 
-                return lax.fori_loop(0, parts, one, ((jnp.zeros((ROWS, columns), jnp.float32),) * PLANES, first))
+                return lax.fori_loop(0, parts, one, ((zeros((ROWS, columns)),) * PLANES, first))
 
             def tile(item: jax.Array, loaded: tuple) -> tuple:
-                sums, following = (emulated_products if emulated else products)(item, loaded)
+                sums, following = (carried_products if emulated or settings.warps else products)(item, loaded)
                 _, at, tile, _ = walk.locate(item * parts)
                 moved = partial(place, blocks=boxes_out)
                 walk.store(finish(*sums), out, at, tile, group, boxes_out, put, moved)
@@ -172,7 +178,7 @@ def experts(
     size = block_tokens(ids.size, num_experts)
     order, used = grouped.plan_used(ids, num_experts, size)
     rows = grouped.dispatch(interleave(x), order)
-    settings = settings or Settings()
+    settings = settings or Settings(blocks=dispatch.multiprocessors(), warps=dispatch.warps_multiply())
     hidden = grouped_product(
         rows,
         experts.gate_up_packed,

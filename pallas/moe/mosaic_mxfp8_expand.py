@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 from jaxtyping import Array, Shaped
 
 from pallas import inline
@@ -54,13 +54,13 @@ def place(index: Any, blocks: int) -> Any:
     return (block << 7) | (half_word << 4) | (thread << 2) | least
 
 
-def _asm(operands: list[ir.Value], text: str, constraints: str) -> ir.Value:
-    return llvm.inline_asm(ir.IntegerType.get_signless(32), operands, text, constraints, asm_dialect=0)
+def _word(operands: list[ir.Value], text: str, constraints: str) -> ir.Value:
+    return inline.asm([inline.word()], text, constraints, *operands, pure=True)[0]
 
 
 def _permute(low: ir.Value, high: ir.Value, selector: ir.Value) -> ir.Value:
     """Four bytes of eight, chosen by the lower nibbles of `selector`."""
-    return _asm([low, high, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
+    return _word([low, high, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
 
 
 def _items(register: ir.Value) -> list[ir.Value]:
@@ -86,7 +86,7 @@ def levels(scale: jax.Array, blocks: int) -> tuple[jax.Array, jax.Array]:
         both = arith.ori(own[0], arith.shli(own[1], inline.i32(16)))
         for distance in (1, 2):  # the four threads of a row
             text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
-            both = _asm([both, _asm([both], text, "=r,r")], "max.u16x2 $0, $1, $2;", "=r,r,r")
+            both = _word([both, _word([both], text, "=r,r")], "max.u16x2 $0, $1, $2;", "=r,r,r")
         largest = [arith.andi(both, inline.i32(0xFFFF)), arith.shrui(both, inline.i32(16))]
         level, factor = np.empty_like(scale.registers), np.empty((1, 1, 2, 1), dtype=object)
         f32, zero = ir.F32Type.get(), inline.i32(0)
@@ -185,7 +185,7 @@ def promote(sums: jax.Array, part: jax.Array, factor: jax.Array) -> jax.Array:
         for index, (total, value) in enumerate(pairs):
             row = factors[index % 2]
             ends = [
-                llvm.inline_asm(f32, [v, row, t], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", asm_dialect=0)
+                inline.asm([f32], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", v, row, t, pure=True)[0]
                 for v, t in zip(_items(value), _items(total), strict=True)
             ]
             out.flat[index] = vector.from_elements(total.type, ends)

@@ -24,6 +24,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 from jaxtyping import Array, Float
 
 from pallas import inline
+from pallas.moe import mosaic_warp
 from pallas.moe.mosaic_expand import DEPTH, ROWS, SWIZZLED
 from pallas.moe.mxfp4 import GROUP, dequantize
 
@@ -110,12 +111,6 @@ def _four_bits(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, lax.bitcast_convert_type(rounded, jnp.float32))
 
 
-def _asm(results: list[ir.Type], operands: list[ir.Value], text: str, constraints: str) -> list[ir.Value]:
-    kind = llvm.StructType.get_literal(results)
-    made = llvm.inline_asm(kind, operands, text, constraints, asm_dialect=0, has_side_effects=True)
-    return [llvm.extractvalue(result, made, [i]) for i, result in enumerate(results)]
-
-
 def _spread(word: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Codes of even and of odd number as four bytes of e4m3 each."""
     even = arith.addi(arith.muli(arith.andi(word, inline.i32(0x0F0F0F0F)), inline.i32(4)), inline.i32(0x60606060))
@@ -123,7 +118,7 @@ def _spread(word: ir.Value) -> tuple[ir.Value, ir.Value]:
     return arith.andi(even, inline.i32(0x9C9C9C9C)), arith.ori(arith.andi(word, inline.i32(0x80808080)), odd)
 
 
-def _products(registers: list[list[ir.Value]], descriptors: list[ir.Value], columns: int) -> list[list[ir.Value]]:
+def products(registers: list[list[ir.Value]], descriptors: list[ir.Value], columns: int) -> list[list[ir.Value]]:
     """Sums of [64, 32] times [32, columns] for each four registers of weights, when they are there."""
     count, each = len(registers), columns // 2
     f32 = ir.F32Type.get()
@@ -137,33 +132,42 @@ def _products(registers: list[list[ir.Value]], descriptors: list[ir.Value], colu
     lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]
     operands = [x for four, descriptor in zip(registers, descriptors) for x in (*four, descriptor)]
     constraints = ",".join(["=&f"] * (count * each) + ["r,r,r,r,l"] * count)
-    values = _asm([f32] * (count * each), operands, "{" + " ".join(lines) + "}", constraints)
+    values = inline.asm([f32] * (count * each), " ".join(lines), constraints, *operands)
     return [values[i * each : (i + 1) * each] for i in range(count)]
 
 
-def _factors(word: ir.Value) -> list[ir.Value]:
+def factors_of(word: ir.Value) -> list[ir.Value]:
     """2^(scale - 127) of the four scales of a word."""
     shifted = [arith.shli(word, inline.i32(bits)) for bits in (23, 15, 7)] + [arith.shrui(word, inline.i32(1))]
     return [arith.bitcast(ir.F32Type.get(), arith.andi(x, inline.i32(0x7F800000))) for x in shifted]
 
 
-def _add_scaled(total: ir.Value, value: ir.Value, factor: ir.Value) -> ir.Value:
-    return llvm.inline_asm(ir.F32Type.get(), [value, factor, total], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
+def add_scaled(total: ir.Value, value: ir.Value, factor: ir.Value) -> ir.Value:
+    """Product and sum, rounded once."""
+    operands = value, factor, total
+    return inline.asm([ir.F32Type.get()], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", *operands, pure=True)[0]
 
 
 def accumulate(
-    sums: jax.Array, packed: Any, scale: jax.Array, rows: Any, unit: jax.Array | None, blocks: int, first: int
+    sums: jax.Array,
+    packed: Any,
+    scale: jax.Array,
+    rows: Any,
+    unit: jax.Array | None,
+    blocks: int,
+    first: int,
+    warps: bool = False,
 ) -> jax.Array:
     """`sums` + one box of weights times activations, [64, columns] in `WGMMA` layout.
 
     `packed` is shared memory [64, 64 * blocks] of bytes, rows contiguous or `SWIZZLED`; `scale` is [64, 4 * blocks]
     uint8 in `scale_layout`; `rows` is shared memory [columns, inputs] in `WIDE` layout, whose block `first` begins the
-    box; `unit` is [4, 4 * blocks] in `unit_layout`, or None where sums have one unit.
+    box; `unit` is [4, 4 * blocks] in `unit_layout`, or None where sums have one unit. With `warps` each warp
+    multiplies for itself, and codes count `mosaic_warp.CODE_UNIT`.
     """
     columns = sums.shape[1]
     layout = plgpu.Layout.WGMMA
     width = rows.shape[1]
-    batch = min(4 * blocks, 64 // columns)  # sums of a batch of groups wait in registers
     units = () if unit is None else (unit,)
     boxes = plgpu.RefType(SWIZZLED if blocks == 2 else ())
 
@@ -174,21 +178,18 @@ def accumulate(
     def run(_: Any, sums: Any, packed: Any, scale: Any, rows: Any, *unit: Any) -> Any:
         values = list(inline.elements(sums.registers))
         words = [_words(register, blocks) for register in scale.registers.flat]
-        factors = [[factor for word in row for factor in _factors(word)] for row in words]
+        factors = [[factor for word in row for factor in factors_of(word)] for row in words]
         if unit:
             mine = list(inline.elements(unit[0].registers))
             factors = [[arith.mulf(factor, one) for factor, one in zip(row, mine, strict=True)] for row in factors]
-        weights = _weights(mgpu.utils.memref_ptr(packed), blocks)
-        base = _descriptor(rows, width)
-        for start in range(0, 4 * blocks, batch):
-            groups = range(start, start + batch)
-            steps = [(first + group // 4) * 64 + group % 4 * 2 for group in groups]
-            targets = [arith.addi(base, inline.i64(step)) for step in steps]
-            products = _products([next(weights) for _ in groups], targets, columns)
-            for group, product in zip(groups, products):
-                for index, value in enumerate(product):
-                    row = index // 2 % 2
-                    values[index] = _add_scaled(values[index], value, factors[row][group])
+        if warps:
+            made = mosaic_warp.products(packed, rows, blocks, first)
+        else:
+            made = _products_of_box(packed, right_descriptor(rows, width), blocks, first, columns)
+        for group, product in enumerate(made):
+            for index, value in enumerate(product):
+                row = index // 2 % 2
+                values[index] = add_scaled(values[index], value, factors[row][group])
         return mgpu.FragmentedArray(
             _registers=registers_like(values, sums.registers), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
         )
@@ -196,7 +197,18 @@ def accumulate(
     return run(sums, packed, scale, rows, *units)
 
 
-def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
+def _products_of_box(packed: Any, base: ir.Value, blocks: int, first: int, columns: int) -> Iterator[list[ir.Value]]:
+    """`products` of every scale group of a box; the sums of a batch of groups wait in registers."""
+    weights = weights_of(inline.shared_address(packed), blocks * DEPTH // 2, swizzled=blocks == 2)
+    batch = min(4 * blocks, 64 // columns)
+    for start in range(0, 4 * blocks, batch):
+        groups = range(start, start + batch)
+        steps = [(first + group // 4) * 64 + group % 4 * 2 for group in groups]
+        targets = [arith.addi(base, inline.i64(step)) for step in steps]
+        yield from products([next(weights) for _ in groups], targets, columns)
+
+
+def warp_and_lane() -> tuple[ir.Value, ir.Value]:
     """Of the thread in its warpgroup."""
     thread = arith.remui(mgpu.utils.thread_idx(), inline.i32(128))
     return arith.divui(thread, inline.i32(32)), arith.remui(thread, inline.i32(32))
@@ -219,29 +231,29 @@ def _words(register: ir.Value, blocks: int) -> list[ir.Value]:
     return [vector.extract(words, dynamic_position=[], static_position=[i]) for i in range(blocks)]
 
 
-def _weights(pointer: ir.Value, blocks: int) -> Iterator[list[ir.Value]]:
-    """Four registers of each scale group of a box: rows g and g + 8 of even inputs, then of odd ones."""
-    i32 = ir.IntegerType.get_signless(32)
-    warp, lane = _warp_and_lane()
+def weights_of(start: ir.Value, line: int, *, swizzled: bool) -> Iterator[list[ir.Value]]:
+    """Four registers of each scale group of 64 lines of bytes: rows g and g + 8 of even inputs, then of odd ones.
+
+    Lines of 128, 64 or 32 bytes begin at address `start` of shared memory, as they are or swizzled by their length.
+    """
+    warp, lane = warp_and_lane()
     # Lane l names row l % 16 of the warp's rows; lanes 16 .. 31 name the next group.
-    row, ahead = (
-        arith.addi(arith.muli(warp, inline.i32(16)), arith.remui(lane, inline.i32(16))),
-        arith.divui(lane, inline.i32(16)),
-    )
-    start = arith.addi(llvm.ptrtoint(i32, pointer), arith.muli(row, inline.i32(blocks * DEPTH // 2)))
-    for pair in range(2 * blocks):
+    row = arith.addi(arith.muli(warp, inline.i32(16)), arith.remui(lane, inline.i32(16)))
+    ahead = arith.divui(lane, inline.i32(16))
+    start = arith.addi(start, arith.muli(row, inline.i32(line)))
+    turn = arith.remui(arith.divui(row, inline.i32(DEPTH // line)), inline.i32(line // 16))
+    for pair in range(line // GROUP):
         chunk = arith.addi(ahead, inline.i32(2 * pair))
-        if blocks == 2:
-            chunk = arith.xori(chunk, arith.remui(lane, inline.i32(8)))
+        chunk = arith.xori(chunk, turn) if swizzled else chunk
         address = arith.addi(start, arith.muli(chunk, inline.i32(16)))
         text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-        loaded = _asm([i32] * 4, [address], text, "=r,=r,=r,=r,r")
+        loaded = inline.asm([inline.word()] * 4, text, "=r,=r,=r,=r,r", address)
         for upper, lower in (loaded[:2], loaded[2:]):
             (even, odd), (even_below, odd_below) = _spread(upper), _spread(lower)
             yield [even, even_below, odd, odd_below]
 
 
-def _descriptor(rows: Any, width: int) -> ir.Value:
+def right_descriptor(rows: Any, width: int) -> ir.Value:
     """Of activations [columns, width] as the right operand."""
     pointer = mgpu.utils.memref_ptr(rows)
     i64 = ir.IntegerType.get_signless(64)
@@ -261,7 +273,7 @@ def emulated_accumulate(
     return sums + jnp.dot(weights, inputs.T, precision=lax.Precision.HIGHEST)
 
 
-def fold(target: Any, sums: jax.Array, unit: Any) -> None:
+def fold(target: Any, sums: jax.Array, unit: Any, code_unit: float = CODE_UNIT) -> None:
     """target[r, n] = what token n's two columns of `sums` count; `unit` is memory [4] of float32, or None for one."""
     layout = plgpu.Layout.WGMMA
     refs = () if unit is None else (unit,)
@@ -269,16 +281,16 @@ def fold(target: Any, sums: jax.Array, unit: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *(plgpu.RefType(),) * len(refs)))
     def run(_: Any, target: Any, sums: Any, *unit: Any) -> None:
         index, f32 = ir.IndexType.get(), ir.F32Type.get()
-        warp, lane = _warp_and_lane()
+        warp, lane = warp_and_lane()
         row = arith.addi(arith.muli(warp, inline.i32(16)), arith.divui(lane, inline.i32(4)))
         token = arith.index_cast(index, arith.remui(lane, inline.i32(4)))
-        factor = arith.constant(f32, CODE_UNIT)
+        factor = arith.constant(f32, code_unit)
         if unit:
             factor = arith.mulf(factor, memref.load(unit[0], [token]))
         values = list(inline.elements(sums.registers))
         for half in range(2):
             high, low = values[2 * half : 2 * half + 2]
-            value = arith.mulf(_add_scaled(high, low, arith.constant(f32, 1 / LOW)), factor)
+            value = arith.mulf(add_scaled(high, low, arith.constant(f32, 1 / LOW)), factor)
             memref.store(value, target, [arith.index_cast(index, arith.addi(row, inline.i32(8 * half))), token])
 
     run(target, sums, *refs)
@@ -299,26 +311,26 @@ def store_pairs(out: Any, unit: Any, value: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), ENDS, ENDS, ENDS))
     def run(_: Any, out: Any, unit: Any, token: Any, column: Any, value: Any) -> None:
         index = ir.IndexType.get()
-        first = arith.cmpi(arith.CmpIPredicate.eq, _warp_and_lane()[1], inline.i32(0))
+        first = arith.cmpi(arith.CmpIPredicate.eq, warp_and_lane()[1], inline.i32(0))
         for n, c, v in zip(*(inline.elements(x.registers) for x in (token, column, value)), strict=True):
-            scale, one = _warp_scale(v)
+            scale, one = scale_of_warp(v)
             writes = scf.IfOp(first)
             with ir.InsertionPoint(writes.then_block):
                 group = arith.divui(c, inline.i32(GROUP))
                 memref.store(one, unit, [arith.index_cast(index, n), arith.index_cast(index, group)])
                 scf.yield_([])
-            for part, byte in enumerate(_pair(arith.mulf(v, scale))):
+            for part, byte in enumerate(parts_of(arith.mulf(v, scale))):
                 row = arith.addi(arith.muli(n, inline.i32(2)), inline.i32(part))
                 memref.store(byte, out, [arith.index_cast(index, row), arith.index_cast(index, c)])
 
     run(out, unit, token, column, value)
 
 
-def _warp_scale(value: ir.Value) -> tuple[ir.Value, ir.Value]:
+def scale_of_warp(value: ir.Value) -> tuple[ir.Value, ir.Value]:
     """What the numbers of a warp are multiplied by to become pairs, and its inverse, as `split` chooses them."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     bits = arith.andi(arith.bitcast(i32, value), inline.i32(0x7FFFFFFF))
-    (largest,) = _asm([i32], [bits], "redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r")
+    (largest,) = inline.asm([i32], "redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r", bits)
     largest = arith.shrui(largest, inline.i32(23))
     usable = arith.minsi(arith.maxsi(largest, inline.i32(LARGEST + 1)), inline.i32(254))
     scale = arith.shli(arith.subi(inline.i32(254 + LARGEST), usable), inline.i32(23))
@@ -328,9 +340,9 @@ def _warp_scale(value: ir.Value) -> tuple[ir.Value, ir.Value]:
     return arith.bitcast(f32, scale), arith.bitcast(f32, one)
 
 
-def _pair(value: ir.Value) -> list[ir.Value]:
+def parts_of(value: ir.Value) -> list[ir.Value]:
     """High and low part of a float32 number."""
-    text = """{
+    text = """
         .reg .b16 high, low, half, rest; .reg .b32 both; .reg .f32 left;
         cvt.rn.satfinite.e4m3x2.f32 high, 0f00000000, $2;
         cvt.rn.f16x2.e4m3x2 both, high;
@@ -341,9 +353,9 @@ def _pair(value: ir.Value) -> list[ir.Value]:
         cvt.rn.satfinite.e4m3x2.f32 low, 0f00000000, left;
         cvt.u32.u16 $0, high;
         cvt.u32.u16 $1, low;
-    }"""
+    """
     i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
-    parts = _asm([i32, i32], [value], text, "=r,=r,f")
+    parts = inline.asm([i32, i32], text, "=r,=r,f", value)
     return [arith.bitcast(ir.Float8E4M3FNType.get(), arith.trunci(i8, part)) for part in parts]
 
 

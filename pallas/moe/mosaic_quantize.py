@@ -62,12 +62,6 @@ def emulated_quantize(x: Any, rows: Any, unit: Any, largest: Any, groups: int) -
     unit[...] = pairs.unit
 
 
-def _asm(results: list[ir.Type], operands: list[ir.Value], text: str, constraints: str) -> list[ir.Value]:
-    kind = llvm.StructType.get_literal(results)
-    made = llvm.inline_asm(kind, operands, "{" + text + "}", constraints, asm_dialect=0, has_side_effects=True)
-    return [llvm.extractvalue(result, made, [i]) for i, result in enumerate(results)]
-
-
 class _Inside:
     """A region that is left out where a vector does not exist."""
 
@@ -96,7 +90,7 @@ def load(source: ir.Value, number: ir.Value) -> list[ir.Value]:
     i32 = ir.IntegerType.get_signless(32)
     address = arith.muli(number, inline.i32(2 * INPUTS))
     text = ".reg .b64 a; cvt.u64.u32 a, $5; add.s64 a, a, $4; ld.global.v4.b32 {$0, $1, $2, $3}, [a];"
-    return _asm([i32] * 4, [source, address], text, "=r,=r,=r,=r,l,r")
+    return inline.asm([i32] * 4, text, "=r,=r,=r,=r,l,r", source, address)
 
 
 def leave_maxima(source: ir.Value, largest: ir.Value, firsts: list[ir.Value], vectors: int, thread: ir.Value) -> None:
@@ -110,10 +104,10 @@ def leave_maxima(source: ir.Value, largest: ir.Value, firsts: list[ir.Value], ve
             number = arith.minui(arith.addi(mine, inline.i32(first)), inline.i32(vectors - 1))
             text = "".join(f"and.b32 t, ${i}, 0x7fff7fff; max.u16x2 $0, $0, t;" for i in range(2, 6))
             words = load(source, arith.addi(number, begin))
-            (top,) = _asm([i32], [top, *words], ".reg .b32 t; mov.b32 $0, $1;" + text, "=&r,r,r,r,r,r")
+            (top,) = inline.asm([i32], ".reg .b32 t; mov.b32 $0, $1;" + text, "=&r,r,r,r,r,r", top, *words)
         text = ".reg .b32 t; and.b32 t, $1, 0xffff; shr.u32 $0, $1, 16; max.u32 $0, $0, t;"
         text += "redux.sync.max.u32 $0, $0, 0xffffffff;"
-        (top,) = _asm([i32], [top], text, "=&r,r")
+        (top,) = inline.asm([i32], text, "=&r,r", top)
         writes = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, lane, inline.i32(0)))
         with ir.InsertionPoint(writes.then_block):
             memref.store(top, largest, [inline.index(group), inline.index(warp), inline.index(inline.i32(token))])
@@ -166,7 +160,7 @@ def pairs_of(words: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
             text.append(f"cvt.rn.satfinite.e4m3x2.f32 l{half}, s, r;")
         text.append(f"mov.b32 ${2 * odd}, {{h0, h1}}; mov.b32 ${2 * odd + 1}, {{l0, l1}};")
     i32 = ir.IntegerType.get_signless(32)
-    return _asm([i32] * 4, [*words, scale], " ".join(text), "=&r,=&r,=&r,=&r,r,r,r,r,f")
+    return inline.asm([i32] * 4, " ".join(text), "=&r,=&r,=&r,=&r,r,r,r,r,f", *words, scale)
 
 
 def _store(target: ir.Value, number: ir.Value, token: int, parts: list[ir.Value]) -> None:
@@ -181,5 +175,4 @@ def _store(target: ir.Value, number: ir.Value, token: int, parts: list[ir.Value]
             row = 2 * token + part
             place = arith.muli(arith.xori(arith.addi(chunk, inline.i32(odd)), inline.i32(row)), inline.i32(16))
             address = arith.addi(target, arith.addi(arith.addi(start, place), inline.i32(row * DEPTH)))
-            operands, text = [address, parts[2 * odd + part]], "st.shared.b32 [$0], $1;"
-            llvm.inline_asm(None, operands, text, "r,r", asm_dialect=0, has_side_effects=True)
+            inline.asm([], "st.shared.b32 [$0], $1;", "r,r", address, parts[2 * odd + part])

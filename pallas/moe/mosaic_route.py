@@ -1,11 +1,12 @@
 """Routing as one kernel: sigmoid, bias, the best experts of every token and their weights.
 
-A warpgroup serves a token. Its thread t holds E / 128 neighbouring experts, so an order by lane and register is one by
-id. Each warp takes the k best of its quarter one by one: a maximum over the warp, then the lowest lane that has it.
-The place of such a candidate among those of all four warps is the number that come before it: equal scores go to the
-lower id. Scores are compared as integers of the same order, so that NaNs have a place as well.
+A warpgroup serves a token. Its thread t holds E / 128 neighbouring experts, so an order by thread and register is one
+by id. The k-th best of the threads' best scores bounds the k best of all from below, and whatever reaches it in one of
+those k threads, rarely more than a few above k, is put in order by counting what comes before it: equal scores go to
+the lower id. Scores are compared as integers of the same order, so that NaNs have a place as well.
 """
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,11 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import arith, scf
 from jaxtyping import Array, Float32
 
 from pallas import inline
-from pallas.dispatch import require_hopper
+from pallas.dispatch import BLACKWELL, HOPPER, require_capability
 from pallas.moe import xla
 from pallas.moe.types import Routing
 
@@ -27,10 +28,8 @@ THREADS = 128
 WARPS = 4
 MOST_CHOSEN = 32
 MOST_EXPERTS = 2048
-WORDS_OF_CANDIDATE = 2
-"""32-bit words of a candidate in shared memory: its key and its expert."""
-LOWEST = -(1 << 31)
-"""A key below that of every number, also of a NaN as the GPU makes them."""
+LIMIT, COUNT, LIST = 4 * THREADS, 4 * THREADS + 4, 4 * THREADS + 16
+"""Bytes in shared memory behind the threads' best: the bound, the number of those that reach it, their keys and ids."""
 
 
 def require_supported(experts: int, k: int) -> None:
@@ -43,9 +42,14 @@ def require_supported(experts: int, k: int) -> None:
         raise NotImplementedError(f"the routing kernel serves 1 to {MOST_CHOSEN} experts a token, got {k}")
 
 
+def words(experts: int, k: int) -> int:
+    """32-bit words of shared memory that `select` works in."""
+    return LIST // 4 + 2 * k * (experts // THREADS)
+
+
 def on_gpu(logits: Float32[Array, "N E"], correction_bias: Float32[Array, " E"], *, k: int, scaling: float) -> Routing:
     """See `pallas.moe.choose`. Refuses with `NotImplementedError` what the kernel does not serve."""
-    require_hopper("moe routing")
+    require_capability("moe routing", HOPPER, BLACKWELL)
     require_supported(logits.shape[1], k)
     return differentiable(logits, correction_bias, k, scaling)
 
@@ -96,7 +100,7 @@ def choose(
         thread_name="group",
         scratch_types=(
             smem((experts,), jnp.float32),
-            smem((WORDS_OF_CANDIDATE, WARPS * k), jnp.int32),
+            smem((words(experts, k),), jnp.int32),
             smem((MOST_CHOSEN,), jnp.int32),
         ),
         compiler_params=plgpu.CompilerParams(
@@ -109,7 +113,7 @@ def choose(
 
 
 def emulated_select(
-    logits: Any, bias: Any, ids: Any, weights: Any, scores: Any, candidates: Any, best: Any, *, k: int, scaling: float
+    logits: Any, bias: Any, ids: Any, weights: Any, scores: Any, work: Any, best: Any, *, k: int, scaling: float
 ) -> None:
     """`select` for interpretation on a CPU."""
     made = xla.choose(logits[...][None], bias[...], k=k, scaling=scaling)
@@ -117,35 +121,30 @@ def emulated_select(
 
 
 def select(
-    logits: Any, bias: Any, ids: Any, weights: Any, scores: Any, candidates: Any, best: Any, *, k: int, scaling: float
+    logits: Any, bias: Any, ids: Any, weights: Any, scores: Any, work: Any, best: Any, *, k: int, scaling: float
 ) -> None:
-    """Writes `ids` and `weights` [k] of one token, whose `logits` are [E]."""
-    refs = logits, bias, ids, weights, scores, candidates, best
+    """Writes `ids` and `weights` [k] of one token, whose `logits` are [E]; the last three are shared memory."""
+    refs = logits, bias, ids, weights, scores, work, best
     experts = bias.shape[0]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def run(_: Any, *refs: Any) -> None:
         logits, bias, ids, weights = (mgpu.utils.memref_ptr(ref) for ref in refs[:4])
-        scores, candidates, best = (inline.shared_address(ref) for ref in refs[4:])
+        scores, work, best = (inline.shared_address(ref) for ref in refs[4:])
         thread = arith.remui(mgpu.utils.thread_idx(), inline.i32(THREADS))
-        each = experts // THREADS
-        keys = _keys(logits, bias, scores, thread, each)
-        _candidates(keys, candidates, thread, k)
+        keys = _keys(logits, bias, scores, thread, experts // THREADS)
+        own = functools.reduce(arith.maxsi, keys)
+        _leave(own, work, thread)
         mgpu.utils.warpgroup_barrier()
-        _merge(candidates, best, thread, k)
+        rank = _rank(own, work, thread, k)
+        mgpu.utils.warpgroup_barrier()
+        _list(keys, rank, work, thread, k)
+        mgpu.utils.warpgroup_barrier()
+        _order(work, best, thread, k)
         mgpu.utils.warpgroup_barrier()
         _write(scores, best, ids, weights, thread, k, scaling)
 
     run(*refs)
-
-
-def _asm(results: list[ir.Type], text: str, constraints: str, *operands: ir.Value) -> list[ir.Value]:
-    if not results:
-        llvm.inline_asm(None, operands, "{" + text + "}", constraints, asm_dialect=0, has_side_effects=True)
-        return []
-    kind = llvm.StructType.get_literal(results) if len(results) > 1 else results[0]
-    made = llvm.inline_asm(kind, operands, "{" + text + "}", constraints, asm_dialect=0, has_side_effects=True)
-    return [llvm.extractvalue(one, made, [i]) for i, one in enumerate(results)] if len(results) > 1 else [made]
 
 
 SIGMOID = """
@@ -172,52 +171,67 @@ def _keys(logits: ir.Value, bias: ir.Value, scores: ir.Value, thread: ir.Value, 
         lines.append(f"add.rn.f32 t, s, b{i}; add.rn.f32 t, t, 0f00000000; mov.b32 k, t;")
         lines.append(f"shr.s32 m, k, 31; and.b32 m, m, 0x7fffffff; xor.b32 ${i}, k, m;")
     constraints = ",".join(["=&r"] * each + ["l", "l", "r", "r"])
-    return _asm([i32] * each, " ".join(lines), constraints, logits, bias, scores, first)
+    return inline.asm([i32] * each, " ".join(lines), constraints, logits, bias, scores, first)
 
 
-def _candidates(keys: list[ir.Value], candidates: ir.Value, thread: ir.Value, k: int) -> None:
-    """The k best of each warp, in order: keys, and behind those of all warps their experts."""
-    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-    each, warp = len(keys), arith.divui(thread, inline.i32(32))
-    lane, first = arith.remui(thread, inline.i32(32)), arith.muli(thread, inline.i32(each))
-    start = arith.addi(candidates, arith.muli(warp, inline.i32(4 * k)))
-    zero, one, last = (arith.constant(index, ir.IntegerAttr.get(index, x)) for x in (0, 1, k))
-    loop = scf.ForOp(zero, last, one, [start, *keys])
-    with ir.InsertionPoint(loop.body):
-        place, *held = loop.inner_iter_args
-        constraints = ",".join(["=&r"] * each + ["r"] * (each + 3))
-        left = _asm([i32] * each, _take(each, 4 * WARPS * k), constraints, *held, place, lane, first)
-        scf.yield_([arith.addi(place, inline.i32(4)), *left])
+def _leave(own: ir.Value, work: ir.Value, thread: ir.Value) -> None:
+    """Each thread's best key; nothing is listed yet."""
+    start = arith.addi(work, arith.shli(thread, inline.i32(2)))
+    text = f".reg .pred p; st.shared.b32 [$0], $1; setp.eq.u32 p, $3, 0; @p st.shared.b32 [$2+{COUNT}], 0;"
+    inline.asm([], text, "r,r,r,r", start, own, work, thread)
 
 
-def _take(each: int, experts_at: int) -> str:
-    """One turn: `$0 ..` are the keys without the warp's best one, then come keys, place, lane and first expert."""
-    held, place, lane, first = each, f"${2 * each}", f"${2 * each + 1}", f"${2 * each + 2}"
-    lines = [".reg .b32 m, g, b, i, e; .reg .pred p, q, u;"]
-    lines.append(f"mov.b32 m, ${held};" + "".join(f"max.s32 m, m, ${held + i};" for i in range(1, each)))
-    lines.append("redux.sync.max.s32 g, m, 0xffffffff; setp.eq.s32 p, m, g; vote.sync.ballot.b32 b, p, 0xffffffff;")
-    lines.append(f"brev.b32 b, b; clz.b32 b, b; setp.eq.u32 q, b, {lane}; mov.b32 i, {each};")
-    for i in reversed(range(each)):  # the lowest of equal ones is found last
-        lines.append(f"setp.eq.and.s32 u, ${held + i}, g, q; selp.b32 i, {i}, i, u;")
+def _rank(own: ir.Value, work: ir.Value, thread: ir.Value, k: int) -> ir.Value:
+    """How many threads' best come before this one's, of equal ones the lower thread; the k-th leaves its key."""
+    lines = [".reg .b32 w, below, limit, rank, a, b, c, d, m, l; .reg .pred p;"]
+    lines.append("shr.u32 w, $3, 5; add.s32 below, $1, -1;")
+    lines.append("match.any.sync.b32 m, $1, 0xffffffff; mov.u32 l, %lanemask_lt; and.b32 m, m, l; popc.b32 rank, m;")
+    for warp in range(WARPS):
+        lines.append(f"setp.gt.u32 p, w, {warp}; selp.b32 limit, below, $1, p;")  # of earlier warps equal ones count
+        for four in range(8):
+            lines.append(f"ld.shared.v4.b32 {{a, b, c, d}}, [$2+{128 * warp + 16 * four}];")
+            lines += [f"setp.gt.s32 p, {x}, limit; @p add.s32 rank, rank, 1;" for x in "abcd"]
+    lines.append(f"setp.eq.u32 p, rank, {k - 1}; @p st.shared.b32 [$2+{LIMIT}], $1; mov.b32 $0, rank;")
+    return inline.asm([inline.word()], " ".join(lines), "=&r,r,r,r", own, work, thread)[0]
+
+
+def _list(keys: list[ir.Value], rank: ir.Value, work: ir.Value, thread: ir.Value, k: int) -> None:
+    """Keys and ids, in any order, of what reaches the bound in the threads of the k best."""
+    each = len(keys)
+    place, work_at, thread_at = (f"${each + i}" for i in range(3))
+    lines = [".reg .b32 limit, n, at, e; .reg .pred q;" + "".join(f".reg .pred p{i};" for i in range(each))]
+    lines.append(f"setp.lt.u32 q, {place}, {k}; ld.shared.b32 limit, [{work_at}+{LIMIT}]; mov.b32 n, 0;")
+    lines += [f"setp.ge.and.s32 p{i}, ${i}, limit, q; @p{i} add.s32 n, n, 1;" for i in range(each)]
+    lines.append(f"@q atom.shared.add.u32 at, [{work_at}+{COUNT}], n; mul.lo.s32 e, {thread_at}, {each};")
+    lines.append(f"shl.b32 at, at, 3; add.s32 at, at, {work_at};")
     for i in range(each):
-        lines.append(f"setp.eq.s32 u, i, {i}; selp.b32 ${i}, {LOWEST}, ${held + i}, u;")
-    lines.append(f"add.s32 e, {first}, i; @q st.shared.b32 [{place}], g; @q st.shared.b32 [{place}+{experts_at}], e;")
-    return " ".join(lines)
+        lines.append(f"@p{i} st.shared.v2.b32 [at+{LIST}], {{${i}, e}}; @p{i} add.s32 at, at, 8; add.s32 e, e, 1;")
+    inline.asm([], " ".join(lines), ",".join(["r"] * (each + 3)), *keys, rank, work, thread)
 
 
-def _merge(candidates: ir.Value, best: ir.Value, thread: ir.Value, k: int) -> None:
-    """Puts the expert of each candidate before which fewer than k come at its place; the list is in order of ids."""
-    count = WARPS * k
-    lines = [".reg .b32 a, mine, below, limit, key, rank, e; .reg .pred p, q;"]
-    lines.append(f"setp.lt.u32 q, $2, {count}; selp.b32 a, $2, 0, q; shl.b32 a, a, 2; add.s32 a, a, $0;")
-    lines.append(f"ld.shared.b32 mine, [a]; ld.shared.b32 e, [a+{4 * count}];")
-    lines.append("add.s32 below, mine, -1; mov.b32 rank, 0;")
-    for other in range(count):
-        lines.append(f"ld.shared.b32 key, [$0+{4 * other}]; setp.gt.u32 p, $2, {other};")
-        lines.append("selp.b32 limit, below, mine, p; setp.gt.s32 p, key, limit; @p add.s32 rank, rank, 1;")
-    lines.append(f"setp.lt.and.u32 q, rank, {k}, q; shl.b32 rank, rank, 2; add.s32 rank, rank, $1;")
-    lines.append("@q st.shared.b32 [rank], e;")
-    _asm([], " ".join(lines), "r,r,r", candidates, best, thread)
+def _order(work: ir.Value, best: ir.Value, thread: ir.Value, k: int) -> None:
+    """Puts each listed expert before which fewer than k come at its place."""
+    word = inline.word()
+    (count,) = inline.asm([word], f"ld.shared.b32 $0, [$1+{COUNT}];", "=r,r", work)
+    mine = scf.ForOp(thread, count, inline.i32(THREADS))
+    with ir.InsertionPoint(mine.body):
+        key, turned = _listed(work, mine.induction_variable)
+        others = scf.ForOp(inline.i32(0), count, inline.i32(1), [inline.i32(0)])
+        with ir.InsertionPoint(others.body):
+            other = _listed(work, others.induction_variable)
+            text = ".reg .b64 a, b; .reg .pred p; mov.b64 a, {$3, $2}; mov.b64 b, {$5, $4};"
+            text += "setp.gt.s64 p, a, b; mov.b32 $0, $1; @p add.s32 $0, $0, 1;"
+            scf.yield_(inline.asm([word], text, "=&r,r,r,r,r,r", others.inner_iter_args[0], *other, key, turned))
+        text = f".reg .pred p; .reg .b32 a, e; setp.lt.u32 p, $0, {k}; shl.b32 a, $0, 2; add.s32 a, a, $2;"
+        inline.asm([], text + "not.b32 e, $1; @p st.shared.b32 [a], e;", "r,r,r", others.results[0], turned, best)
+        scf.yield_([])
+
+
+def _listed(work: ir.Value, number: ir.Value) -> list[ir.Value]:
+    """Key of a listed expert, and its id with all bits turned: lower ids are larger."""
+    start = arith.addi(work, arith.shli(number, inline.i32(3)))
+    text = f".reg .b32 e; ld.shared.v2.b32 {{$0, e}}, [$2+{LIST}]; not.b32 $1, e;"
+    return inline.asm([inline.word()] * 2, text, "=&r,=&r,r", start)
 
 
 def _write(
@@ -234,4 +248,4 @@ def _write(
         lines.append(f"shfl.sync.bfly.b32 other, sum, {distance}, 31, 0xffffffff; add.rn.f32 sum, sum, other;")
     lines.append(f"add.rn.f32 sum, sum, 0f1E3CE508; div.rn.f32 s, s, sum; mul.rn.f32 s, s, 0f{bits & 0xFFFFFFFF:08X};")
     lines.append("add.s64 p, $2, o; @q st.global.b32 [p], e; add.s64 p, $3, o; @q st.global.f32 [p], s;")
-    _asm([], " ".join(lines), "r,r,l,l,r", scores, best, ids, weights, thread)
+    inline.asm([], " ".join(lines), "r,r,l,l,r", scores, best, ids, weights, thread)

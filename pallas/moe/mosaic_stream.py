@@ -9,6 +9,7 @@ in turn adds them up and stores the result.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +20,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int32, UInt8
 
+from pallas.moe import mosaic_warp
 from pallas.moe.mosaic_expand import DEPTH, ROWS, SWIZZLED, blocks_of_box
 from pallas.moe.mosaic_pair import (
+    CODE_UNIT,
     COLUMNS,
     E4M3,
     ENDS,
@@ -59,6 +62,8 @@ class Settings:
     """Boxes of 128 or 256 inputs in a buffer."""
     blocks: int = 132
     """Thread blocks."""
+    warps: bool = False
+    """Whether each warp multiplies for itself, on GPUs without warpgroup products."""
 
 
 class Work(NamedTuple):
@@ -139,7 +144,7 @@ def stream(
     shared = (buffers if cut.resident else groups * stages, COLUMNS, cut.width)
     layout_of_box = {"transforms": SWIZZLED} if box == 2 else {}
     kernel = plgpu.kernel(
-        lambda *refs, **scratch: _Warpgroup(cut, finish, refs, scratch).run(),
+        lambda *refs, **scratch: Warpgroup(cut, finish, refs, scratch).run(),
         out_type=out,
         grid=(settings.blocks,),
         grid_names=("block",),
@@ -188,7 +193,7 @@ def _warpgroup_barrier() -> None:
     run()
 
 
-class _Warpgroup:
+class Warpgroup:
     """The work of one warpgroup of a thread block; built inside the kernel."""
 
     def __init__(self, cut: Cut, finish: Callable[..., jax.Array], refs: tuple[Any, ...], smem: dict[str, Any]) -> None:
@@ -273,7 +278,7 @@ class _Warpgroup:
     def tile_sums(self, item: jax.Array, first: tuple) -> tuple:
         """(sums of each plane, scales and units of the next stage)."""
         cut, smem, chunks = self.cut, self.smem, self.cut.settings.chunks
-        add = emulated_accumulate if cut.emulated else accumulate
+        add = emulated_accumulate if cut.emulated else partial(accumulate, warps=cut.settings.warps)
 
         def one(stage: jax.Array, carry: tuple) -> tuple:
             sums, (loaded, ones) = list(carry[0]), carry[1]
@@ -317,7 +322,8 @@ class _Warpgroup:
     def tile(self, item: jax.Array, loaded: tuple) -> tuple:
         """Sums and stores the `item`-th tile; of a shared one the warpgroups store in turn."""
         cut, smem, finish = self.cut, self.smem, self.finish
-        combine = emulated_fold if cut.emulated else fold
+        code_unit = mosaic_warp.CODE_UNIT if cut.settings.warps else CODE_UNIT
+        combine = emulated_fold if cut.emulated else partial(fold, code_unit=code_unit)
         sums, following = self.tile_sums(item, loaded)
         number, buffer = self.start + item * self.stride, lax.rem(item, jnp.int32(2))
         block = lax.div(number, jnp.int32(cut.tiles))
