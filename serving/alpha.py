@@ -6,6 +6,7 @@ The replay is cut into single requests, so that no step of the engine waits for 
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 
 from serving.costs import ModelCost
@@ -85,16 +86,22 @@ class AlphaTuner:
         self._best = max(self._candidates, key=lambda alpha: (saved[alpha], -alpha))
 
 
-def parse_eviction(text: str, cache: CacheOptions, cost: ModelCost) -> tuple[float, AlphaTuner | None]:
-    """Alpha at first and what tunes it, of `lru`, `flop` (tuned while the engine runs) or `flop=ALPHA`.
+def fixed_alpha(eviction: str) -> float | None:
+    """The alpha of `lru` (0) or `flop=ALPHA`; None for `flop`, whose alpha is tuned while the engine runs.
 
     Raises `ValueError` for anything else.
     """
-    kind, _, alpha = text.partition("=")
-    if kind not in ("lru", "flop"):
-        raise ValueError(f"eviction is {text!r}, expected lru, flop or flop=ALPHA")
-    if kind == "lru" or alpha:
-        return float(alpha or 0.0), None
+    known = re.fullmatch(r"lru|flop|flop=(\d+(?:\.\d+)?)", eviction)
+    if known is None:
+        raise ValueError(f"eviction is {eviction!r}, expected lru, flop or flop=ALPHA with a number of at least 0")
+    return None if eviction == "flop" else float(known[1] or 0.0)
+
+
+def parse_eviction(text: str, cache: CacheOptions, cost: ModelCost) -> tuple[float, AlphaTuner | None]:
+    """Alpha at first, and what tunes it if it is not fixed. Raises `ValueError` as `fixed_alpha` does."""
+    alpha = fixed_alpha(text)
+    if alpha is not None:
+        return alpha, None
     # Long enough to fill the memory several times over: before that every alpha looks alike.
     return 0.0, AlphaTuner(cache, cost, window=max(256, 4 * cache.slots))
 

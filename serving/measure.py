@@ -4,6 +4,7 @@ python -m serving.measure                   lookup, host time per step, TTFT of 
 python -m serving.measure --prompt 2048
 """
 
+import dataclasses
 import itertools
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from k3jax import program
 from serving import answers
 from serving.core import Core
 from serving.costs import ModelCost
@@ -133,43 +135,47 @@ def first_token(prompt: int) -> tuple[float, float]:
     return float(np.median(misses)), float(np.median(hits))
 
 
-def check(**least: tuple[int, int]) -> None:
-    """Raises `ValueError` for a flag's value below its least: name=(value, least)."""
-    for name, (value, bound) in least.items():
-        if value < bound:
-            raise ValueError(f"--{name} is {value}, expected at least {bound}")
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Measures lookup, host work per step and the time to the first token.
+
+    Examples:
+      python -m serving.measure
+      python -m serving.measure --no-model --rows 16
+    """
+
+    prompt: int = 8192
+    """Tokens of the repeated prompt."""
+    nodes: int = 100_000
+    """Of the prefix tree."""
+    rows: int = 64
+    """That decode."""
+    model: bool = True
+    """Measure the shipped model too."""
+
+    def check(self) -> None:
+        """Raises `UsageError` for a number below its least."""
+        for name, least in (("prompt", 64), ("nodes", 100), ("rows", 1)):
+            if getattr(self, name) < least:
+                raise program.UsageError(f"--{name} is {getattr(self, name)}, expected at least {least}")
 
 
-def main() -> int:
-    """Prints a table; returns the exit code."""
-    import tyro
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a table; the exit code."""
+    options = program.parse(Options, "serving.measure", arguments)
+    return program.run(lambda: _print(options))
 
-    def command(prompt: int = 8192, nodes: int = 100_000, rows: int = 64, model: bool = True) -> int:
-        """Measures lookup, host work per step and the time to the first token.
 
-        Examples: `python -m serving.measure`, `python -m serving.measure --no-model --rows 16`.
-
-        Args:
-            prompt: tokens of the repeated prompt
-            nodes: of the prefix tree
-            rows: that decode
-            model: measure the shipped model too
-        """
-        try:
-            check(prompt=(prompt, 64), nodes=(nodes, 100), rows=(rows, 1))
-        except ValueError as error:
-            print(f"serving.measure: {error}", file=sys.stderr)
-            return 2
-        print(f"lookup of 8192 tokens among {nodes} nodes   {1e6 * lookup(nodes):8.1f} us")
-        print(f"host work per step, {rows} rows            {1e6 * host_step(rows):8.1f} us")
-        if model:
-            miss, hit = first_token(prompt)
-            print(f"first token after {prompt} tokens, miss          {1e3 * miss:8.1f} ms")
-            share = f"{100 * hit / miss:.1f} % of a miss"
-            print(f"first token after {prompt} tokens, hit           {1e3 * hit:8.1f} ms ({share})")
-        return 0
-
-    return tyro.cli(command, prog="python -m serving.measure")
+def _print(options: Options) -> int:
+    options.check()
+    print(f"lookup of 8192 tokens among {options.nodes} nodes   {1e6 * lookup(options.nodes):8.1f} us")
+    print(f"host work per step, {options.rows} rows            {1e6 * host_step(options.rows):8.1f} us")
+    if options.model:
+        miss, hit = first_token(options.prompt)
+        print(f"first token after {options.prompt} tokens, miss          {1e3 * miss:8.1f} ms")
+        share = f"{100 * hit / miss:.1f} % of a miss"
+        print(f"first token after {options.prompt} tokens, hit           {1e3 * hit:8.1f} ms ({share})")
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from serving.plan import DecodeRow, Plan, PrefillRow, Shape, StepResult
 from serving.prefix_cache import CacheOptions
 from serving.prefix_file import Prefix
 from serving.sequence import Sequence as Running
+from serving.warm_up import Call, compile_all
 
 TRANSFER_PAGES = 16
 """Pages per call when a prefix moves between device and host."""
@@ -138,21 +139,30 @@ class JaxRunner:
         return self._watch.count if self._warm else 0
 
     def warm_up(self, report: Callable[[str, float], None] = lambda name, seconds: None) -> None:
-        """Compiles every program by running it on padding; `report` gets each one's name and seconds."""
-        for width in self.options.widths:
-            for shape in self.options.shapes:
-                name = f"prefill {shape.rows} x {shape.tokens}, {width} pages"
-                self._timed(report, name, lambda shape=shape, width=width: self._prefill([], shape, width))
-            self._timed(
-                report, f"decode {self.options.rows}, {width} pages", lambda width=width: self._decode([], width)
-            )
-            if (step := self._grammar_step) is not None:
+        """Compiles every program and runs it once on padding; `report` gets each one's name and seconds."""
+        compile_all(dict(self._steps_on_padding()), report)
+        for _, call in self._steps_on_padding():
+            self._run(call)
+        if (step := self._grammar_step) is not None:
+            for width in self.options.widths:
                 name = f"decode {self.options.rows} under grammars, {width} pages"
                 self._timed(report, name, lambda width=width, step=step: self._decode_ruled([], width, step))
         self._timed(report, "settings of a row", self._warm_up_settings)
         self._timed(report, "move prefixes", self._warm_up_transfer)
         self._watch.__enter__()
         self._warm = True
+
+    def _steps_on_padding(self) -> Iterator[tuple[str, Call]]:
+        """Every kind of step on the state as it is then, by name."""
+        for width in self.options.widths:
+            for shape in self.options.shapes:
+                yield f"prefill {shape.rows} x {shape.tokens}, {width} pages", self._prefill([], shape, width)
+            yield f"decode {self.options.rows}, {width} pages", self._decode([], width)
+
+    def _run(self, call: Call) -> Any:
+        """Enqueues a program that gives the state after it and an answer; returns the answer."""
+        self.state, answer = call.run()
+        return answer
 
     def _timed(self, report: Callable[[str, float], None], name: str, call: Callable[[], object]) -> None:
         start = time.perf_counter()
@@ -178,14 +188,14 @@ class JaxRunner:
                     self._introduce(row)
             self._send_masks([row.sequence for row in plan.prefill if row.final])
             width = self._width(max(len(row.table) for row in plan.prefill))
-            prefill = self._prefill(plan.prefill, plan.shape, width)
+            prefill = self._run(self._prefill(plan.prefill, plan.shape, width))
         if plan.decode:
             width = self._width(max(len(row.table) for row in plan.decode))
             if self._grammar_step is not None and any(row.sequence.looks_ahead for row in plan.decode):
                 decode = self._decode_ruled(plan.decode, width, self._grammar_step)
             else:
                 self._send_masks([row.sequence for row in plan.decode])
-                decode = self._decode(plan.decode, width)
+                decode = self._run(self._decode(plan.decode, width))
         for array in answers.wanted(plan, prefill, decode):
             array.copy_to_host_async()
         return Ticket(plan, prefill, decode)
@@ -216,24 +226,21 @@ class JaxRunner:
     def _width(self, pages: int) -> int:
         return next(width for width in self.options.widths if width >= pages)
 
-    def _prefill(self, rows: Sequence[PrefillRow], shape: Shape, width: int) -> device.Prefilled:
+    def _prefill(self, rows: Sequence[PrefillRow], shape: Shape, width: int) -> Call:
         layout = device.Layout(shape.rows, shape.tokens, width, self.options.captures, self.options.stops, self.top)
         packed = self.model.place(upload.prefill(rows, layout))
         draft = () if self.model.draft is None else self.model.draft.leaves
         args = (self.model.graph, self.model.leaves, self.state, packed, draft)
-        self.state, answer = device.prefill(*args, layout=layout, drafter=self._drafter)
-        return answer
+        return Call(device.prefill, args, {"layout": layout, "drafter": self._drafter})
 
-    def _decode(self, rows: Sequence[DecodeRow], width: int) -> device.Decoded:
+    def _decode(self, rows: Sequence[DecodeRow], width: int) -> Call:
         packed = self.model.place(self._tables.pack(rows, width))
         args = (self.model.graph, self.model.leaves, self.state, packed)
         draft = self.model.draft
         if draft is None:
-            self.state, answer = device.decode(*args, top=self.top)
-        else:
-            drafting = {"drafter": self._drafter, "rule": draft.rule, "widths": draft.widths, "top": self.top}
-            self.state, answer = device.speculate(*args, draft.leaves, **drafting)
-        return answer
+            return Call(device.decode, args, {"top": self.top})
+        drafting = {"drafter": self._drafter, "rule": draft.rule, "widths": draft.widths, "top": self.top}
+        return Call(device.speculate, (*args, draft.leaves), drafting)
 
     def _decode_ruled(self, rows: Sequence[DecodeRow], width: int, step: GrammarStep) -> device.Decoded:
         self.state, answer = step.run(self.state, self.model.place(self._tables.pack(rows, width)), rows)

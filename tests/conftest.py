@@ -4,6 +4,7 @@
 import importlib
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -25,6 +26,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 _hook = jaxtyping.install_import_hook(["k3jax", "pallas", "checkpoints", "serving"], "beartype.beartype")
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """For programs that run for milliseconds: optimising them takes a quarter of the time that compiling takes.
+
+    Not for those that run often, as those of the engine do.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

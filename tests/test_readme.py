@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.skipif(not (ROOT / "checkpoints/nano/model.safetensors").is_file(), reason="checkpoints/nano is absent")
+@pytest.mark.usefixtures("quick_compilation")
 def test_python_blocks_run(capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     assert blocks

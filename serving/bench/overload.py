@@ -17,6 +17,9 @@ from serving.service.own_server import server_at
 
 REFUSED = "RESOURCE_EXHAUSTED"
 
+Run = tuple[list[Record], float]
+"""What became of each request, and the seconds that all took."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -79,43 +82,53 @@ def judge(full: dict[str, Any], over: dict[str, Any], growth: float, most: float
 
 
 async def measure(options: Options, address: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Figures of the full and of the overloaded service."""
+    """Figures of the full and of the overloaded service.
+
+    One half of the full load comes before the overload and one after it: a machine that is quicker at one moment than
+    at another would otherwise look like a service that suffers.
+    """
     target = connect("vllm-grpc", address)
     try:
         vocabulary = (await target.about()).vocabulary
         workload = Workload(
             prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens, vocabulary=min(vocabulary, 256)
         )
-        await full_load(
-            target, dataclasses.replace(workload, seed=options.seed), options.rows, min(options.seconds, 2.0)
-        )
-        full = await full_load(
-            target, dataclasses.replace(workload, seed=options.seed + 1), options.rows, options.seconds
-        )
-        rate = options.factor * full["requests_per_second"]
-        over = await over_load(target, dataclasses.replace(workload, seed=options.seed + 2), rate, options.seconds)
+
+        async def full(turn: int, seconds: float) -> Run:
+            return await full_load(target, fresh(workload, options.seed + turn), options.rows, seconds)
+
+        await full(0, min(options.seconds, 2.0))
+        before = await full(1, options.seconds / 2)
+        rate = options.factor * figures(*before)["requests_per_second"]
+        over = await over_load(target, fresh(workload, options.seed + 2), rate, options.seconds)
+        after = await full(3, options.seconds / 2)
     finally:
         await target.close()
-    return full, over
+    return figures([*before[0], *after[0]], before[1] + after[1]), figures(*over) | {"offered_per_second": rate}
 
 
-async def full_load(target: Target, workload: Workload, rows: int, seconds: float) -> dict[str, Any]:
+def fresh(workload: Workload, seed: int) -> Workload:
+    """The same load with prompts that the service has not seen."""
+    return dataclasses.replace(workload, seed=seed)
+
+
+async def full_load(target: Target, workload: Workload, rows: int, seconds: float) -> Run:
     """As many clients as rows, each with one request after the other, for so long."""
     records: list[Record] = []
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     prompts = itertools.takewhile(lambda prompt: loop.time() < end, workload.prompts(sys.maxsize))
     taken = await load.closed(target, prompts, workload.output_tokens, rows, records)
-    return figures(records, taken)
+    return records, taken
 
 
-async def over_load(target: Target, workload: Workload, rate: float, seconds: float) -> dict[str, Any]:
+async def over_load(target: Target, workload: Workload, rate: float, seconds: float) -> Run:
     """Requests at random times, `rate` a second, for so long."""
     count = int(rate * seconds)
     records: list[Record] = []
     times = arrivals(rate, count, workload.seed)
     taken = await load.opened(target, workload.prompts(count), workload.output_tokens, times, records)
-    return figures(records, taken) | {"offered_per_second": rate}
+    return records, taken
 
 
 def figures(records: list[Record], seconds: float) -> dict[str, Any]:

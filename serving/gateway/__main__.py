@@ -10,6 +10,7 @@ from pathlib import Path
 from k3jax import program
 from serving.gateway import processes
 from serving.gateway.page_server import PageServer
+from serving.gateway.workers import wait_until_ready
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class Options:
     checkpoint: Path | None = None
     """For the service. Default: the shipped nano."""
     worker: tuple[str, ...] = ()
-    """host:port of services that run already."""
+    """host:port of services that run already, or are about to: they may still compile."""
     host: str = "127.0.0.1"
     """Where gateway and page listen."""
     port: int = 30000
@@ -59,14 +60,17 @@ def _serve(options: Options, service_flags: list[str]) -> int:
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, number, signal.signal(number, _stop))
+        # A taken port is said before anything has been loaded.
+        port = processes.free_port(options.host, options.port)
+        page = _page(options, port)
+        stack.callback(page.stop)
         children: list[subprocess.Popen[str]] = []
         workers = list(options.worker)
+        for worker in workers:
+            wait_until_ready(worker)
         if not workers:
             children.append(stack.enter_context(_service(options, service_flags)))
             workers.append(processes.service_address(children[0]))
-        port = options.port or processes.free_port(options.host)
-        page = _page(options, port)
-        stack.callback(page.stop)
         children.append(stack.enter_context(_gateway(options, workers, port, page)))
         url = f"http://{_reachable(options.host)}:{port}"
         models = processes.wait_for_models(url, children)

@@ -44,7 +44,11 @@ class PageServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Quiet."""
 
-        self._server = http.server.ThreadingHTTPServer((host, port), Handler)
+        try:
+            self._server = http.server.ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            why = f"cannot serve the chat page on {host}:{port} ({error.strerror}); give another --page-port"
+            raise OSError(why) from error
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="page", daemon=True)
 

@@ -11,6 +11,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 
+from serving.gateway.workers import Reminder
+
 PARSER = "kimi_k3"
 """What smg calls K3's reasoning and tool-call syntax."""
 
@@ -25,10 +27,14 @@ def require_smg() -> None:
         raise RuntimeError("the gateway smg is not installed; install the extra: pip install 'k3jax[gateway]'")
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on just now."""
+def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
+    """A port that nobody listens on just now: `port`, or any for 0. Raises `OSError` when it is taken."""
     with socket.socket() as listener:
-        listener.bind((host, 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # clients of an earlier gateway do not count
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port} ({error.strerror}); give another --port") from error
         return listener.getsockname()[1]
 
 
@@ -46,6 +52,8 @@ def gateway_command(
     command += ["--host", host, "--port", str(port), "--policy", "cache_aware"]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
     command += ["--reasoning-parser", PARSER, "--tool-call-parser", PARSER, "--log-level", log]
+    # Its default is to look at a worker again after half a minute.
+    command += ["--worker-startup-check-interval", "1"]
     return [*command, *(["--cors-allowed-origins", *origins] if origins else [])]
 
 
@@ -84,10 +92,14 @@ def service_address(process: "subprocess.Popen[str]") -> str:
     raise ChildDied(f"the service ended with code {process.wait()} before it was ready; its messages say why")
 
 
-def wait_for_models(url: str, processes: Sequence["subprocess.Popen[str]"], seconds: int | float = 60.0) -> list[str]:
-    """Waits until the gateway lists models; returns their names. Raises `ChildDied` or `TimeoutError`."""
-    end = time.monotonic() + seconds
+def wait_for_models(url: str, processes: Sequence["subprocess.Popen[str]"], seconds: int | float = 600.0) -> list[str]:
+    """Waits until the gateway lists models; returns their names. Raises `ChildDied` or `TimeoutError`.
+
+    The services behind it are ready already, so that it takes seconds, on a machine that does much else a minute.
+    """
+    end, reminder = time.monotonic() + seconds, Reminder(f"the gateway at {url} to list a model")
     while time.monotonic() < end:
+        reminder.tell()
         for process in processes:
             if process.poll() is not None:
                 raise ChildDied(f"{named(process)} ended with code {process.returncode} before the gateway was ready")

@@ -5,6 +5,7 @@ python -m serving.service.fuzz --requests 100000
 
 import collections
 import dataclasses
+import itertools
 import random
 import sys
 from collections.abc import Callable
@@ -120,8 +121,10 @@ def answer(call: Callable[..., Any], request: Any, timeout: float = 20.0) -> tup
     return StatusCode.OK, ""
 
 
-def run(channel: grpc.Channel, requests: int, seed: int) -> tuple[collections.Counter[str], list[str]]:
-    """Answers by status, and a line for each answer that should not have been given."""
+def run(
+    channel: grpc.Channel, requests: int, seed: int, answered: Callable[[], None] = lambda: None
+) -> tuple[collections.Counter[str], list[str]]:
+    """Answers by status, and a line for each answer that should not have been given; tells of each `answered` one."""
     from smg_grpc_proto import vllm_engine_pb2 as worker
     from smg_grpc_proto import vllm_engine_pb2_grpc
 
@@ -136,11 +139,25 @@ def run(channel: grpc.Channel, requests: int, seed: int) -> tuple[collections.Co
         kind, call = doors[number % 2]
         request = limited(fuzzer.request(kind))
         code, field = answer(call, request)
+        answered()
         counts[code.name] += 1
         nameless = code is StatusCode.INVALID_ARGUMENT and not field
         if code not in ENDINGS or nameless:
             wrong.append(f"seed {seed}, request {number}: {code.name}, field {field!r}, of {str(request)[:300]!r}")
     return counts, wrong
+
+
+def progress(requests: int) -> Callable[[], None]:
+    """What shows how many requests have been answered, on a terminal; called in any thread."""
+    numbers, live = itertools.count(1), sys.stderr.isatty()
+
+    def tell() -> None:
+        number = next(numbers)
+        if live and (number % 100 == 0 or number == requests):
+            end = "\n" if number == requests else "\r"
+            print(f"{number} of {requests} requests", end=end, file=sys.stderr, flush=True)
+
+    return tell
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -158,7 +175,8 @@ def fuzz(flags: Flags) -> int:
         grpc.insecure_channel(server.target) as channel,
         ThreadPoolExecutor(flags.clients) as pool,
     ):
-        results = list(pool.map(lambda share, seed: run(channel, share, seed), shares, seeds))
+        tell = progress(flags.requests)
+        results = list(pool.map(lambda share, seed: run(channel, share, seed, tell), shares, seeds))
     counts = sum((counts for counts, _ in results), collections.Counter())
     wrong = [line for _, lines in results for line in lines]
     for line in wrong[:20]:

@@ -79,9 +79,9 @@ async def run(options: ServiceOptions, loading: Loading, metrics_port: int) -> i
     signals = Signals(asyncio.get_running_loop())
     await service.start()
     with contextlib.ExitStack() as stack:
-        if metrics_port:
-            stack.callback(metrics.serve(options.host, metrics_port)[1])
         try:
+            if metrics_port:
+                stack.callback(metrics.serve(options.host, metrics_port)[1])
             await prepare(service, signals, lambda: load(loading, options, metrics))
         except BaseException:
             await service.stop()

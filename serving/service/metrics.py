@@ -71,8 +71,15 @@ class Metrics:
         return self._messages.labels(protocol).inc
 
     def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
-        """Answers scrapes over HTTP in a thread; returns the port and what ends it."""
-        server, thread = start_http_server(port, addr=host, registry=self.registry)
+        """Answers scrapes over HTTP in a thread; returns the port and what ends it.
+
+        Raises `OSError` when the address cannot be had.
+        """
+        try:
+            server, thread = start_http_server(port, addr=host, registry=self.registry)
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no port"
+            raise OSError(f"cannot serve metrics on {host}:{port} ({reason}); give another --metrics-port") from error
 
         def stop() -> None:
             server.shutdown()

@@ -1,9 +1,11 @@
 """The program: flags, loading, and the life of the server process."""
 
 import dataclasses
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from k3jax import program
 
@@ -42,7 +44,8 @@ class Flags:
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Of cached latents; fp8 (e4m3) halves their memory at some precision. auto: as the activations."""
     mesh: str | None = None
-    """Mesh preset, e.g. tp8; default: one device."""
+    """Mesh preset, e.g. tp8; default: one device. On GPUs tp2, tp4 and tp8 sum in one hop where a trial at the start
+    proves it; tp8-nccl and tp8-one-hop ask for one of both."""
     served_model_name: str | None = None
     """What clients are told; default: the directory's name."""
 
@@ -59,7 +62,7 @@ class Flags:
     retention: str = "prompt,marconi,decode-end,supersede"
     """Which states are kept: any of prompt, interval=N, marconi, decode-end, supersede."""
     eviction: str = "flop"
-    """What goes first when memory is short: flop (by what a hit saves) or lru."""
+    """What goes first when memory is short: flop (by what a hit saves; flop=ALPHA for a fixed weight) or lru."""
     state_slots: int | None = None
     """KDA states in memory. Default: four per sequence."""
     pages: int | None = None
@@ -101,6 +104,19 @@ class Flags:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
+COUNTS = (
+    *("max_num_seqs", "max_length", "max_prefill_tokens", "prefix_match_unit", "page_size", "state_slots", "pages"),
+    *("queue_limit", "queue_tokens", "max_message_mib"),
+)
+RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (COUNTS, lambda value: value >= 1, "at least 1"),
+    (("drain_seconds", "stall_seconds", "keepalive_seconds", "cache_gib"), lambda value: value > 0, "more than 0"),
+    (("max_connection_age_seconds",), lambda value: value >= 0, "at least 0"),
+    (("port", "metrics_port"), lambda value: 0 <= value < 2**16, "0 to 65535"),
+)
+"""Flags with numbers, what they may be, and that in words."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; the exit code."""
     flags = program.parse(Flags, "serving", arguments)
@@ -109,9 +125,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def serve(flags: Flags) -> int:
     """Serves until a signal comes or the engine fails."""
+    # A taken port would be told twice, by gRPC's own log too, which must be silenced before it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from serving.service import event_loop, lifecycle, request_log, tracing
 
     request_log.set_up(flags.log_format, flags.log_level)
+    check_numbers(flags)
     if flags.checkpoint is not None:
         program.require_path(flags.checkpoint, "checkpoint")
     if flags.draft not in ("none", "auto", "ngram"):
@@ -132,22 +151,29 @@ def serve(flags: Flags) -> int:
     return event_loop.run(lifecycle.run(options, loading, flags.metrics_port))
 
 
+def check_numbers(flags: Flags) -> None:
+    """Raises `UsageError` for the first number that is out of its range."""
+    for names, fits, expected in RANGES:
+        for name in names:
+            value = getattr(flags, name)
+            if value is not None and not fits(value):
+                raise program.UsageError(f"--{name.replace('_', '-')} is {value:g}, expected {expected}")
+
+
 def engine_sizes(flags: Flags) -> "Sizes":
     """The engine's settings. Raises `UsageError`."""
+    from serving.alpha import fixed_alpha
     from serving.launch import Sizes
     from serving.retention import Retention, RetentionError
 
-    at_least_one = ("max_num_seqs", "max_prefill_tokens", "prefix_match_unit", "page_size", "queue_limit")
-    for name in (*at_least_one, "state_slots", "pages", "max_length"):
-        value = getattr(flags, name)
-        if value is not None and value < 1:
-            raise program.UsageError(f"--{name.replace('_', '-')} is {value}, expected at least 1")
     try:
         Retention.parse(flags.retention).check(flags.prefix_match_unit)
     except RetentionError as error:
         raise program.UsageError(f"--retention: {error}") from error
-    if flags.eviction.partition("=")[0] not in ("flop", "lru"):
-        raise program.UsageError(f"--eviction is {flags.eviction!r}, expected flop, flop=ALPHA or lru")
+    try:
+        fixed_alpha(flags.eviction)
+    except ValueError as error:
+        raise program.UsageError(f"--{error}") from error
     return Sizes(
         rows=flags.max_num_seqs,
         max_length=flags.max_length,
@@ -171,8 +197,6 @@ def service_options(flags: Flags) -> "ServiceOptions":
         raise program.UsageError("--tls-certificate and --tls-key go together; give both or neither")
     if flags.tls_client_ca is not None and flags.tls_key is None:
         raise program.UsageError("--tls-client-ca needs --tls-certificate and --tls-key")
-    if flags.drain_seconds <= 0 or flags.stall_seconds <= 0:
-        raise program.UsageError("--drain-seconds and --stall-seconds must be above 0")
     tls = None
     if flags.tls_certificate is not None and flags.tls_key is not None:
         for path in (flags.tls_certificate, flags.tls_key, flags.tls_client_ca):

@@ -3,6 +3,7 @@
 import http.server
 import itertools
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -107,6 +108,20 @@ def test_a_service_that_cannot_start_ends_the_gateway(capfd, monkeypatch):
     assert "the service ended with code 2 before it was ready" in error
 
 
+@pytest.mark.parametrize(("flag", "what"), [("--port", "listen on"), ("--page-port", "serve the chat page on")])
+def test_a_taken_port_is_named_before_anything_is_loaded(flag, what, capsys, monkeypatch):
+    monkeypatch.setattr(processes, "require_smg", lambda: None)
+    monkeypatch.setattr(processes, "service_command", lambda flags: pytest.fail("the service was started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ports = {"--port": "0", "--page-port": "0"} | {flag: port}
+        assert gateway.main([text for pair in ports.items() for text in pair]) == 1
+    assert (
+        f"error: cannot {what} 127.0.0.1:{port} (Address already in use); give another {flag}"
+        in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_the_page_finds_the_gateway(host, monkeypatch):
     served = []
@@ -130,7 +145,7 @@ def test_a_signal_while_the_service_loads_ends_both(tmp_path):
         "processes.require_smg = lambda: None\n"
         "code = 'import os, time; print(os.getpid(), file=sys.stderr, flush=True); time.sleep(60)'\n"
         "processes.service_command = lambda flags: [sys.executable, '-c', 'import sys; ' + code]\n"
-        "sys.exit(gateway.main([]))"
+        "sys.exit(gateway.main(['--port', '0', '--page-port', '0']))"
     )
     process = subprocess.Popen(python(program), stderr=subprocess.PIPE, text=True)
     child = int(process.stderr.readline())

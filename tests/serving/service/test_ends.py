@@ -164,12 +164,19 @@ def test_3_a_queue_is_full_of_tokens_too(slow):
     slow.books_balance()
 
 
-def test_3_the_overload_program_counts_who_waits_and_who_is_refused(start, capsys, tmp_path):
+def test_3_the_overload_program_counts_who_waits_and_who_is_refused(start, capsys, tmp_path, monkeypatch):
     """How much those inside suffer is the program's to print, on a machine that does nothing else."""
     import json
 
     from serving.bench import overload
 
+    loads, measured = [], overload.full_load
+
+    async def full_load(*args):
+        loads.append(await measured(*args))
+        return loads[-1]
+
+    monkeypatch.setattr(overload, "full_load", full_load)
     running = start(seconds=0.004, queue_limit=4)
     file = tmp_path / "overload.json"
     flags = ["--address", running.address, "--rows", "4", "--seconds", "0.4", "--output-tokens", "20"]
@@ -179,7 +186,9 @@ def test_3_the_overload_program_counts_who_waits_and_who_is_refused(start, capsy
     assert full["errors"] == {}
     assert set(over["errors"]) == {"RESOURCE_EXHAUSTED"}
     assert over["errors"]["RESOURCE_EXHAUSTED"] + over["completed"] == over["requests"]
-    assert over["offered_per_second"] == 10 * full["requests_per_second"]
+    _, before, after = loads
+    assert over["offered_per_second"] == 10 * overload.figures(*before)["requests_per_second"]
+    assert full["completed"] == len(before[0]) + len(after[0])  # the full load before and after counts as one
     assert over["refusal_ms"]["p50"] > 0
     assert figures["growth"] == over["itl_ms"]["p99"] / full["itl_ms"]["p99"] - 1
     assert f"grows by {figures['growth']:+.1%}" in text

@@ -1,8 +1,10 @@
 """Checklist 10: no request crashes the service, and every refusal names a field."""
 
+import sys
+
 import pytest
 
-from serving.service.fuzz import run
+from serving.service.fuzz import progress, run
 
 
 @pytest.mark.parametrize("requests", [600, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -13,6 +15,14 @@ def test_mutated_requests(start, nano_tokenizer, requests):
     assert counts["OK"] > requests / 100
     assert counts["INVALID_ARGUMENT"] > requests / 10
     running.books_balance()
+
+
+def test_progress_is_told_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    tell = progress(150)
+    for _ in range(150):
+        tell()
+    assert capsys.readouterr().err == "100 of 150 requests\r150 of 150 requests\n"
 
 
 def test_text_cannot_become_control_tokens(with_text, nano_tokenizer):

@@ -162,11 +162,14 @@ def test_threads_that_compute_give_way_to_those_that_answer():
     ("flags", "message"),
     [
         (["--tls-key", "missing.pem"], "go together"),
-        (["--drain-seconds", "0"], "must be above 0"),
+        (["--drain-seconds", "0"], "--drain-seconds is 0, expected more than 0"),
+        (["--cache-gib", "-1"], "--cache-gib is -1, expected more than 0"),
+        (["--metrics-port", "70000"], "--metrics-port is 70000, expected 0 to 65535"),
         (["--max-num-seqs", "0"], "--max-num-seqs is 0"),
         (["--checkpoint", "nowhere"], "does not exist"),
         (["--draft", "nowhere"], "does not exist"),
         (["--eviction", "lfu"], "--eviction is 'lfu'"),
+        (["--eviction", "flop=x"], "--eviction is 'flop=x', expected lru, flop or flop=ALPHA"),
         (["--retention", "all"], "'all' is not one of"),
     ],
 )
