@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas import timing
-from pallas.benchmark import Check, Measurement, compiling, floor_us, measured_peer
+from pallas.benchmark import Check, Measurement, compiled, floor_us, measured_peer
 from pallas.dispatch import Implementation
 from pallas.gemv import api
 from pallas.gemv.int8 import Int8Matrix, restore
@@ -121,19 +121,23 @@ def chain(implementation: Implementation) -> Callable[..., jax.Array]:
 
 
 def measure() -> Iterator[Measurement]:
-    """Times every line on the present GPU, one by one, each as soon as its programs are compiled."""
+    """Times every line on the present GPU, one by one.
+
+    All programs are compiled before: XLA tries its own products on the device meanwhile, and no clock can tell whose
+    kernels those are.
+    """
     programs: dict[Any, tuple[Any, tuple]] = {}
     for line in LINES:
         x, matrix = jax.eval_shape(functools.partial(draw, line), 0)
         for kind in ("ours", "xla"):
             programs[line, kind] = chain(None if kind == "ours" else "xla"), (x, *(matrix,) * copies_of(line))
-    runs = compiling(programs)
+    runs = compiled(programs)
     for line in LINES:
         x, _ = draw(line)
         weights = tuple(draw(line, seed)[1] for seed in range(copies_of(line)))
 
         def time(kind: str, line: Line = line, x: jax.Array = x, weights: tuple = weights) -> float:
-            run, calls = runs[line, kind].result(), len(weights) * rounds(len(weights))
+            run, calls = runs[line, kind], len(weights) * rounds(len(weights))
             return timing.device_call_us(lambda carry: run(carry, *weights), x, calls)
 
         name = f"{line.name}, {line.tokens} x {line.inputs} -> {line.outputs}"
