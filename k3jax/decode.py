@@ -157,6 +157,8 @@ def _refuse(options: Options) -> None:
         raise program.UsageError("--stop does not go with --chat; use --stop-ids")
     if options.show_draft and options.draft in (None, "none"):
         raise program.UsageError("--show-draft needs --draft")
+    if options.draft_weights != "auto" and options.draft in (None, "none", "ngram"):
+        raise program.UsageError("--draft-weights needs the --draft of a directory or auto")
     if options.checkpoint is not None:
         program.require_path(options.checkpoint, "checkpoint")
 

@@ -78,10 +78,13 @@ def numbers(options: Options) -> dict[str, Any]:
     device = capacity.DEVICES[options.device]
     if options.memory_gib is not None:
         device = dataclasses.replace(device, memory=int(options.memory_gib * 2**30))
+    config = read_config(options.config)
     draft = None if options.draft is None else DSparkConfig.from_file(options.draft)
+    if draft is not None and (problems := list(draft.misfits(config))):
+        raise program.UsageError(f"--draft {options.draft} is not a draft of {options.config}: {'; '.join(problems)}")
     best = "int8" if options.dtype == "bfloat16" else "model"
     sizes = capacity.footprint(
-        read_config(options.config),
+        config,
         layout=capacity.abstract_layout(options.preset),
         dtype=jnp.dtype(options.dtype),
         page_size=options.page_size,
@@ -116,6 +119,8 @@ def read_config(name: str) -> Any:
 
 
 def _check(options: Options) -> None:
+    if options.draft_weights != "auto" and options.draft is None:
+        raise program.UsageError("--draft-weights needs --draft")
     limits = {
         "--context": (options.context, 1, 2**31),
         "--states": (options.states, 1, 2**20),

@@ -21,6 +21,7 @@ NOTES = logging.getLogger("k3jax.sharding")
 """Gets the notes on meshes whose sums could be faster."""
 
 Sums = Literal["auto", "nccl", "one-hop"]
+"""How a preset adds up a few rows over its devices: see `Preset.sums`."""
 
 
 class ShardingError(ValueError):
@@ -62,8 +63,8 @@ class Preset:
     mesh: tuple[tuple[str, int], ...]
     rules: Rules
     sums: Sums = "nccl"
-    """Sums of a few rows: in one hop through inboxes of our own, which takes GPUs that reach one another's memory; by
-    the runtime; or in one hop where trial sums of these devices come out right."""
+    """Of a few rows. nccl: by the runtime; one-hop: through inboxes of our own, which takes GPUs that reach one
+    another's memory; auto: in one hop where trial sums of these devices come out right, else by the runtime."""
 
 
 _TENSOR = Rules(

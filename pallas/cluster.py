@@ -12,6 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from pallas.inline import shared_address
+
 LANES = plgpu.Layout.TILED(plgpu.Tiling(((4, 32), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1).reduce(0)
 """[32]: a value per lane, the same in every warp."""
 BARRIERS = 2
@@ -19,25 +21,10 @@ WORDS = 2 * BARRIERS
 """32-bit words of shared memory that the barriers take."""
 
 
-def _address(ref: ir.Value) -> ir.Value:
-    """The 32-bit address of shared memory."""
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.memref_ptr(ref))
-
-
 def _values(array: Any) -> list[ir.Value]:
     """The registers of a thread."""
     zero = mgpu.c(0, ir.IntegerType.get_signless(32))
     return [llvm.extractelement(register, zero) for register in array.registers.flat]
-
-
-def synchronize() -> None:
-    """Makes ordinary stores to shared memory visible to the warpgroup; lighter than `plgpu.commit_smem`."""
-
-    @plgpu.inline_mgpu()
-    def wait(_: Any) -> None:
-        mgpu.warpgroup_barrier()
-
-    wait()
 
 
 def open_exchange(barriers: Any, expected: tuple[int, int]) -> None:
@@ -52,7 +39,7 @@ def open_exchange(barriers: Any, expected: tuple[int, int]) -> None:
         for index, size in enumerate(expected):
             lines.append(f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0+{8 * index}], {size};")
         lines.append("barrier.cluster.arrive.relaxed.aligned; }")
-        mgpu.inline_ptx(" ".join(lines), _address(barriers), has_side_effects=True, convergent=True)
+        mgpu.inline_ptx(" ".join(lines), shared_address(barriers), has_side_effects=True, convergent=True)
 
     prepare(barriers)
 
@@ -80,7 +67,8 @@ def send_rows(barriers: Any, target: Any, values: jax.Array, layout: Any, blocks
             store = "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32"
             lines.append(f"@p {store} [a+{16 * index}], ${2 + index}, [b];")
         asm = " ".join([*lines, "}"])
-        mgpu.inline_ptx(asm, _address(barriers), _address(target), *registers, has_side_effects=True, convergent=True)
+        operands = (shared_address(barriers), shared_address(target), *registers)
+        mgpu.inline_ptx(asm, *operands, has_side_effects=True, convergent=True)
 
     emit(barriers, target, values)
 
@@ -97,7 +85,7 @@ def send_warp_sums(barriers: Any, row: Any, values: jax.Array, layout: Any, bloc
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), layout))
     def emit(_: Any, barriers: ir.Value, row: ir.Value, values: Any) -> None:
         asm = " ".join(lines)
-        operands = (_address(barriers), _address(row), *_values(values))
+        operands = (shared_address(barriers), shared_address(row), *_values(values))
         mgpu.inline_ptx(asm, *operands, has_side_effects=True, convergent=True)
 
     emit(barriers, row, values)
@@ -111,6 +99,6 @@ def receive(barriers: Any, index: int) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def wait(_: Any, barriers: ir.Value) -> None:
-        mgpu.inline_ptx(asm, _address(barriers), has_side_effects=True, convergent=True)
+        mgpu.inline_ptx(asm, shared_address(barriers), has_side_effects=True, convergent=True)
 
     wait(barriers)

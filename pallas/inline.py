@@ -1,9 +1,10 @@
-"""Pieces of inline code in Mosaic kernels: instructions, constants, addresses and the numbers that a thread holds."""
+"""Pieces of inline code in Mosaic kernels: instructions, constants, addresses, and what a thread is and holds."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
@@ -42,6 +43,25 @@ def i64(value: int) -> ir.Value:
 def index(value: ir.Value) -> ir.Value:
     """An integer as an index into an array."""
     return arith.index_cast(ir.IndexType.get(), value)
+
+
+def warp_and_lane() -> tuple[ir.Value, ir.Value]:
+    """Number of a thread's warp in its warpgroup, 0 to 3, and of the thread in that warp, 0 to 31."""
+    thread = arith.remui(mgpu.utils.thread_idx(), i32(128))
+    return arith.divui(thread, i32(32)), arith.remui(thread, i32(32))
+
+
+def synchronize() -> None:
+    """Waits, from a kernel's body, for the warpgroup's warps, and makes their stores to shared memory visible to them.
+
+    Lighter than `plgpu.commit_smem`, which also waits for their loads from memory and serves the copy engine.
+    """
+
+    @plgpu.inline_mgpu()
+    def run(_: Any) -> None:
+        mgpu.utils.warpgroup_barrier()
+
+    run()
 
 
 def shared_address(ref: Any) -> ir.Value:

@@ -1,6 +1,6 @@
-"""Matrix products of the warps themselves (`mma.sync`), for Mosaic kernels on GPUs without warpgroup products.
+"""Matrix products of the warps themselves (`mma.sync`): for gemv everywhere, for others on GPUs without `wgmma`.
 
-m16n8k16 of bfloat16 exists on every GPU from compute capability 8.0 on, `wgmma` on 9.x alone. Operands lie in shared
+m16n8k16 of bfloat16 and float16 exists from compute capability 8.0 on, `wgmma` on 9.x alone. Operands lie in shared
 memory as the copy engine swizzles them for `wgmma`, warp w of a warpgroup has rows 16 w .. of every 64, and sums lie in
 the registers of `Layout.WGMMA`: a kernel changes nothing but its inner product. Unlike there, operands have been read
 when a product is over; a barrier of the warpgroup stands between that and a copy into their place.
@@ -41,8 +41,8 @@ def accumulate(
 ) -> jax.Array:
     """`total` [64 * lefts, N], float32 in `HELD` layout, plus each of `lefts` [64, K] times the transpose of `right`.
 
-    `right` is shared memory [N, K], N a multiple of 8 and K of 32; `lefts` are such memory. Of inputs by rows if
-    `turned` ([K, 64]) and `right_turned` ([K, N]). `kinds` says how left and right memory is tiled and swizzled.
+    `right` is shared memory [N, K], N a multiple of 8 and K of 32; `lefts` are such memory too. With `turned` these are
+    [K, 64], with `right_turned` that is [K, N]. `kinds`: how left and right memory is tiled and swizzled.
     """
     depth = right.shape[0 if right_turned else 1]
 
@@ -80,16 +80,6 @@ def accumulate_held(
 def zeros(shape: tuple[int, int]) -> jax.Array:
     """A total to begin with."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), HELD)
-
-
-def settle() -> None:
-    """Waits for the warpgroup's warps; unlike `commit_smem` not for their loads from memory as well."""
-
-    @plgpu.inline_mgpu()
-    def run(_: Any) -> None:
-        mgpu.utils.warpgroup_barrier()
-
-    run()
 
 
 def accumulate_words(total: Any, lefts: Sequence[list[Words]], right: ir.Value, kind: str = "bf16") -> Any:
@@ -140,12 +130,6 @@ def _product(sums: Words, left: Words, right: Words, kind: str) -> Words:
     return [llvm.extractvalue(f32, made, [index]) for index in range(4)]
 
 
-def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
-    """Of the thread in its warpgroup."""
-    thread = arith.remui(mgpu.utils.thread_idx(), inline.i32(128))
-    return arith.divui(thread, inline.i32(32)), arith.remui(thread, inline.i32(32))
-
-
 def load_matrices(start: ir.Value, line: ir.Value, chunk: ir.Value, *, width: int = LINE) -> Words:
     """Four 8 x 8 matrices of 16-bit numbers, a register each: lane l names line l % 8 of matrix l / 8.
 
@@ -189,7 +173,7 @@ def _chunks(source: Any) -> int:
 
 def _load_left(source: Any, step: int) -> Words:
     """Rows g and g + 8 of the warp, then the same of the last eight inputs of the step."""
-    warp, lane = _warp_and_lane()
+    warp, lane = inline.warp_and_lane()
     line = arith.addi(arith.muli(warp, inline.i32(16)), arith.remui(lane, inline.i32(16)))
     tile, chunk = divmod(2 * step, _chunks(source))
     return _matrices(_place(source, line, tile, arith.addi(arith.divui(lane, inline.i32(16)), inline.i32(chunk))))
@@ -197,7 +181,7 @@ def _load_left(source: Any, step: int) -> Words:
 
 def _load_turned(source: Any, step: int) -> Words:
     """The same of memory in which lines are inputs."""
-    warp, lane = _warp_and_lane()
+    warp, lane = inline.warp_and_lane()
     line = arith.addi(arith.muli(arith.divui(lane, inline.i32(16)), inline.i32(8)), arith.remui(lane, inline.i32(8)))
     line = arith.addi(line, inline.i32(16 * step))
     chunk = arith.addi(arith.muli(warp, inline.i32(2)), arith.remui(arith.divui(lane, inline.i32(8)), inline.i32(2)))
@@ -209,7 +193,7 @@ def _load_turned(source: Any, step: int) -> Words:
 
 def _load_right(source: Any, part: int, pair: int) -> Words:
     """Eight columns' first and last eight inputs of two steps."""
-    _, lane = _warp_and_lane()
+    _, lane = inline.warp_and_lane()
     strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
     tile, chunk = divmod(4 * pair, _chunks(source))
     ahead = arith.addi(arith.divui(lane, inline.i32(8)), inline.i32(chunk))
@@ -219,7 +203,7 @@ def _load_right(source: Any, part: int, pair: int) -> Words:
 
 def _load_right_turned(source: Any, part: int, pair: int) -> Words:
     """The same of memory in which lines are inputs."""
-    _, lane = _warp_and_lane()
+    _, lane = inline.warp_and_lane()
     tile, chunk = divmod(part, _chunks(source))
     line = arith.addi(lane, inline.i32(32 * pair))
     return _matrices(_place(source, line, tile, inline.i32(chunk)), turned=True)

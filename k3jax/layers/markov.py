@@ -53,7 +53,8 @@ class MarkovHead(nnx.Module):
         head = self.weights["head"][...]
         if base.shape[0] != 1 or self.kind != "vanilla" or not isinstance(head, gemv.Int8Matrix):
             raise NotImplementedError(
-                f"the walk serves one row and a vanilla head in 8 bits, got {base.shape[0]}, {self.kind}, {type(head)}"
+                "the walk serves one row and a vanilla head in 8 bits, "
+                f"got {base.shape[0]}, {self.kind}, {type(head).__name__}"
             )
         table = self.weights["embedding"][...]
         return markov.walk(base[0], scale[0], previous[0], table, head, implementation="mosaic")

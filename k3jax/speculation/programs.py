@@ -35,7 +35,7 @@ NAMES = (
 
 
 class Programs:
-    """Everything that is timed. `programs[name]` waits until that one is compiled; tracing waits for its `TURN`."""
+    """Everything that is timed. `programs[name]` waits until that one is compiled; tracing waits for `timing.TURN`."""
 
     def __init__(self, loaded: bench.Loaded) -> None:
         self._compiled: dict[str, Future[Any]] = {name: Future() for name in NAMES}

@@ -49,9 +49,11 @@ def read(
 
     The sum is rounded to the prefix's dtype before it is scored; without an output the prefix stays as it is.
     With `table`, the output is this device's term of a sum over mesh axis `axis`, in one hop; see
-    `collectives.all_reduce`.
+    `collectives.all_reduce`. Raises `ValueError` for one of both alone.
     """
-    if table is not None and output is not None and axis is not None:
+    if (table is None) != (axis is None):
+        raise ValueError(f"table and axis of a sum go together, got {'axis ' + repr(axis) if axis else 'a table alone'}")
+    if table is not None and axis is not None and output is not None:
         run = select(implementation, mosaic=mosaic.read_term, xla=functools.partial(_summed_first, implementation))
         return run(sources, prefix, output, norm, query, out_norm, eps, norm_eps, table, axis)
     run = select(implementation, mosaic=mosaic.read, xla=xla.read)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, UInt32
 
-from pallas import cluster
+from pallas import cluster, inline
 from pallas.attn_res.types import Read
 from pallas.cluster import LANES
 from pallas.collectives import exchange
@@ -76,7 +76,7 @@ def read(
     tables = () if table is None else (table,)
     loaded = count if tables else len(vectors)
     # Interpretation does not know the lighter one.
-    synchronize = cluster.synchronize if interpret is None else plgpu.commit_smem
+    synchronize = inline.synchronize if interpret is None else plgpu.commit_smem
 
     def body(*refs: Any):
         inputs, refs = refs[: len(vectors)], refs[len(vectors) :]

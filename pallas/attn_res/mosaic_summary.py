@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas import cluster
+from pallas import cluster, inline
 from pallas.attn_res.mosaic_read import ROWS, SPAN, THREAD, THREADS, WIDTH, require_supported
 from pallas.attn_res.types import Summary
 from pallas.cluster import LANES
@@ -44,7 +44,7 @@ def summarize(
     vectors = [x.reshape(tokens, blocks, THREADS, WIDTH) for x in sources]
     keys = [x.reshape(sites, blocks, THREADS, WIDTH) for x in (norms, queries)]
     # Interpretation does not know the lighter one.
-    synchronize = cluster.synchronize if interpret is None else plgpu.commit_smem
+    synchronize = inline.synchronize if interpret is None else plgpu.commit_smem
 
     def body(*refs: Any):
         inputs, (norm, query, mixed_out, log_out, partials, inbox, alphas, barriers) = refs[:count], refs[count:]

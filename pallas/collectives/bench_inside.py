@@ -15,6 +15,7 @@ from pallas.collectives.shapes import HIDDEN, LATENT
 from pallas.dispatch import Implementation
 
 CALLS = 60
+"""Reads or norms of a timed program."""
 SOURCES = 4
 """Frozen vectors of a read, half of what the last layer has."""
 TOKENS = (1, 8)

@@ -25,9 +25,9 @@ def _names(name: str, first: int, count: int = 4) -> str:
 
 
 def send_program(devices: int, units: int, channel: int = 0) -> str:
-    """Sends a thread's units to all devices; operands: turns out, table, terms of all, terms of this block.
+    """PTX that sends a thread's units to all devices; operands: turns out, table, terms of all, terms of this block.
 
-    The result has the turn's parity of unit i in bit i.
+    A thread has one unit, or two side by side. The result has the turn's parity of unit i in bit i.
     """
     inbox, padded, words = channel * layout.channel_bytes(devices), devices + devices % 2, 4 * units
     lines = [
@@ -64,7 +64,7 @@ def send_program(devices: int, units: int, channel: int = 0) -> str:
 
 
 def receive_program(devices: int, units: int, channel: int = 0, polls: int = POLLS) -> str:
-    """Adds up what all devices sent.
+    """PTX that adds up what all devices sent; after so many `polls` it traps, as `mosaic` does.
 
     Operands: two words of bfloat16 out for a unit, then table, terms of all and of this block, and the turns.
     """

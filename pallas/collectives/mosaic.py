@@ -152,7 +152,10 @@ def all_reduce(
         raise NotImplementedError(f"a sum of {x.dtype} in {jnp.dtype(dtype)}: float32 and bfloat16 are served")
     units, rest = divmod(size * x.dtype.itemsize, layout.UNIT)
     if rest or not 0 < units <= layout.CAPACITY or devices > layout.MOST_DEVICES:
-        raise NotImplementedError(f"a sum of {size} {x.dtype} over {devices} devices: not whole units, or too large")
+        raise NotImplementedError(
+            f"a sum of {size} {x.dtype} over {devices} devices: not whole units, or too large; served are 1 to "
+            f"{layout.CAPACITY} units of {layout.UNIT} bytes and up to {layout.MOST_DEVICES} devices"
+        )
     asm = program(devices, units, channel, narrow, to_narrow, polls, trap)
 
     def body(table: Any, x: Any, out: Any) -> None:
@@ -180,8 +183,8 @@ def on_gpu(x: jax.Array, axis: str, table: jax.Array | None, dtype: jnp.dtype, c
     """See `pallas.collectives.all_reduce`; refuses with `NotImplementedError` where this kernel does not serve."""
     require_capability("one-shot sum", HOPPER, BLACKWELL)
     if table is None:
-        raise NotImplementedError("there are no inboxes")
+        raise NotImplementedError("the one-shot sum needs a table of inboxes (`collectives.connect`), there is none")
     if not 0 <= channel < layout.CHANNELS:
-        raise ValueError(f"channel {channel} is unknown; there are {layout.CHANNELS}")
+        raise ValueError(f"channel {channel} is unknown, expected 0 to {layout.CHANNELS - 1}")
     devices = jax.lax.axis_size(axis)
     return all_reduce(table, x.reshape(1, x.size), dtype, devices=devices, channel=channel).reshape(x.shape)

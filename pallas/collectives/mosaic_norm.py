@@ -38,7 +38,7 @@ def on_gpu(
     """See `pallas.collectives.normed_all_reduce`; refuses with `NotImplementedError` what it does not serve."""
     require_capability("norm of a one-shot sum", HOPPER, BLACKWELL)
     if table is None:
-        raise NotImplementedError("there are no inboxes")
+        raise NotImplementedError("the norm of a sum needs a table of inboxes (`collectives.connect`), there is none")
     return normed_sum(term, table, weight, dtype, eps, jax.lax.axis_size(axis))
 
 
@@ -50,7 +50,10 @@ def normed_sum(
     eps: float,
     devices: int,
 ) -> Float[Array, "N D"]:
-    """The norm of the sum over so many devices, which is rounded to bfloat16 first."""
+    """The norm of the sum over so many devices, which is rounded to bfloat16 first.
+
+    Raises `NotImplementedError` with the reason for types and sizes that the kernel does not serve.
+    """
     exchange.require_supported(term)
     tokens, numbers = term.shape
     if jnp.dtype(dtype) != jnp.bfloat16 or weight.dtype != jnp.bfloat16:

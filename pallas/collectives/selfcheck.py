@@ -23,7 +23,7 @@ from pallas.collectives.shapes import HIDDEN, LATENT
 CALLS = 32
 """Runs of a program that has each of `LINES` twice, once in each turn of the inboxes."""
 POLLS = 1 << 20
-"""Polls, of about a microsecond, before a kernel of the check gives up."""
+"""Polls, of about a microsecond, before a kernel of the check gives up and leaves NaN."""
 PATIENCE = 120.0
 """Seconds for everything that runs, the runtime's own first exchange included."""
 
@@ -37,7 +37,7 @@ class StuckError(RuntimeError):
 
 
 class Line(NamedTuple):
-    """Numbers in a sum, the terms' dtype and the sum's."""
+    """A trial sum: how many numbers, the terms' dtype and the sum's."""
 
     size: int
     kind: Any

@@ -1,11 +1,11 @@
 """The skinny product as one streaming Mosaic GPU kernel: at most sixteen rows of activations against a large matrix.
 
-Weights are the left operand of the tensor-core products, so one to eight rows cost the same. Those of 8 bits become
-float16 in registers, and the sums are multiplied with their output's scale. Each warpgroup keeps a ring of buffers
-filled by bulk copies; the warpgroups of a thread block share a tile of up to 64 weight rows, each a part of its depth,
-and add their sums through shared memory, or take tiles of their own where matrices are shallow. Tiles are as high as
-gives every block the same work; matrices with very few rows are cut along their depth as well, into slices whose
-float32 sums are added outside.
+Weights are the left operand of products of single warps (`pallas.warp_product`), so one to eight rows cost the same.
+Those of 8 bits become float16 in registers, and the sums are multiplied with their output's scale. Each warpgroup keeps
+a ring of buffers filled by bulk copies; the warpgroups of a thread block share a tile of up to 64 weight rows, each a
+part of its depth, and add their sums through shared memory, or take tiles of their own where matrices are shallow.
+Tiles are as high as gives every block the same work; matrices with very few rows are cut along their depth as well,
+into slices whose float32 sums are added outside.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int8
 
-from pallas import warp_product
+from pallas import inline, warp_product
 from pallas.dispatch import BLACKWELL, HOPPER, MULTIPROCESSORS, multiprocessors, require_capability
 from pallas.gemv import widen, xla
 from pallas.gemv.int8 import BOX, Int8Matrix
@@ -287,7 +287,7 @@ class _Warpgroup:
                     total = warp_product.accumulate_held(total, weights, inputs)
                 else:
                     total = warp_product.accumulate(total, [weights], inputs)
-            warp_product.settle()  # every warp has read the buffer
+            inline.synchronize()  # every warp has read the buffer
             self.fetch(stage + call.cut.stages)
             return total
 

@@ -1,10 +1,11 @@
-"""Weights of 8 bits as the left operand of a warpgroup product: int8 codes widened to float16 in registers.
+"""Weights of 8 bits as the left operand of tensor-core products: int8 codes widened to float16 in registers.
 
 float16 takes half the instructions of bfloat16, whose seven bits of mantissa cannot hold a code beside a larger number.
 
-A thread of the product m64k16 holds, of rows g and g + 8 of its warp, inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 (lane
-4 g + t). `int8.interleave` makes thread t's 32 codes of a row neighbours, so that it reads 16 bytes at a time. Boxes of
-64 rows and 128 inputs lie in shared memory as the copy engine swizzles them.
+For a product of 64 rows and 16 inputs, of a warpgroup or of its single warps, lane 4 g + t of a warp holds, of its rows
+g and g + 8, inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. `int8.interleave` makes thread t's 32 codes of a row neighbours,
+so that it reads 16 bytes at a time. Boxes of 64 rows and 128 inputs lie in shared memory as the copy engine swizzles
+them.
 """
 
 from typing import Any
@@ -58,8 +59,7 @@ def widen(codes: Any, part: int) -> jax.Array:
     )
     def run(_: Any, source: ir.Value) -> Any:
         i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
-        thread = arith.remui(mgpu.utils.thread_idx(), inline.i32(128))
-        warp, lane = arith.divui(thread, inline.i32(32)), arith.remui(thread, inline.i32(32))
+        warp, lane = inline.warp_and_lane()
         row, member = arith.divui(lane, inline.i32(4)), arith.remui(lane, inline.i32(4))
         chunk = arith.xori(arith.addi(arith.muli(member, inline.i32(2)), inline.i32(part)), row)
         first = arith.addi(arith.muli(warp, inline.i32(16 * BOX)), arith.muli(row, inline.i32(BOX)))

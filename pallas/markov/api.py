@@ -27,6 +27,7 @@ def walk(
 ) -> Walk:
     """Token k is argmax(base[k] + scale * bias[k]), bias[k] = head @ embedding[token k - 1]; token -1 is the anchor.
 
-    Of equal scores the first token's counts. Gumbel noise in `base` makes the argmax a draw.
+    Of equal scores the lower token counts. `base` are logits times `scale`; Gumbel noise in it makes the argmax a draw.
+    A kernel serves ranks of 128 and 256 and embeddings of bfloat16.
     """
     return Walk(*select(implementation, mosaic=mosaic.on_gpu, xla=xla.walk)(base, scale, anchor, embedding, head))

@@ -25,7 +25,7 @@ class Shape(NamedTuple):
 
     @property
     def bytes_moved(self) -> int:
-        """The head read once for each token, as a kernel for one would; noise read and biases written."""
+        """Head and scales read once for each token, as a kernel for one would; base read and biases written."""
         return self.tokens * self.vocabulary * (self.rank + 12)
 
 

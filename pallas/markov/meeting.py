@@ -17,7 +17,7 @@ SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=WHOLE)
 
 
 def words(steps: int) -> Any:
-    """Device memory, zero at the start: for each step a key of 64 bits, then for each a count."""
+    """32-bit words of device memory, zero at the start: for each step a key of 64 bits, then for each a count."""
     return plgpu.SemaphoreType.REGULAR((3 * steps,))
 
 

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxtyping import Array, Float, Float32, Int8, Int32
 
-from pallas import inline, warp_product
+from pallas import inline
 from pallas.dispatch import MULTIPROCESSORS, multiprocessors, require_hopper
 from pallas.gemv import widen
 from pallas.gemv.int8 import BOX, Int8Matrix
@@ -140,7 +140,7 @@ class _Warpgroup:
         pl.when(arrives)(partial(plgpu.barrier_wait, self.smem["full"].at[slot]))
         bias = self.products(slot) * (factor * widen.HALF_SCALE)
         if not self.emulated:
-            warp_product.settle()  # every warp has read the tile
+            inline.synchronize()  # every warp has read the tile
         self.fetch(step, visit + self.cut.slots)
         target = self.bias.at[pl.ds(step, 1), pl.ds(row, ROWS)]
         (emulated_store if self.emulated else store)(target, None, 0, bias, LAYOUT)

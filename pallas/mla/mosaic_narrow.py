@@ -39,11 +39,6 @@ TEAMS = 3
 """Warpgroups that compute, and put queries in order."""
 
 
-def i32() -> ir.Type:
-    """The type of a word."""
-    return ir.IntegerType.get_signless(32)
-
-
 def add(*values: ir.Value | int) -> ir.Value:
     """Sum of 32-bit integers."""
     total, *rest = (inline.i32(x) if isinstance(x, int) else x for x in values)
@@ -72,26 +67,26 @@ def read(address: ir.Value, offset: int, count: int) -> list[ir.Value]:
     """`count` neighbouring 32-bit words of shared memory."""
     words = ", ".join(f"${index}" for index in range(count))
     asm = f"ld.shared.v{count}.b32 {{{words}}}, [${count}+{offset}];"
-    return list(utils.inline_ptx(asm, address, result_types=[i32()] * count, has_side_effects=True))
+    return list(utils.inline_ptx(asm, address, result_types=[inline.word()] * count, has_side_effects=True))
 
 
 def widen(word: ir.Value) -> list[ir.Value]:
     """Four e4m3 values as two pairs of float16."""
     asm = """{ .reg .b16 l, h; mov.b32 {l, h}, $2;
         cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }"""
-    return list(utils.inline_ptx(asm, word, result_types=[i32(), i32()]))
+    return list(utils.inline_ptx(asm, word, result_types=[inline.word(), inline.word()]))
 
 
 def pair_up(first: ir.Value, second: ir.Value) -> list[ir.Value]:
     """Four values of one token and of another as two words of two pairs: (a0 b0 a1 b1), (a2 b2 a3 b3)."""
-    pick = lambda order: utils.inline_ptx(f"prmt.b32 $0, $1, $2, {order};", first, second, result_types=i32())  # noqa: E731
-    return [pick(0x5140), pick(0x7362)]
+    orders = (f"prmt.b32 $0, $1, $2, {order};" for order in (0x5140, 0x7362))
+    return [utils.inline_ptx(order, first, second, result_types=inline.word()) for order in orders]
 
 
 def fragment(words: Sequence[ir.Value], shape: tuple[int, int]) -> mgpu.FragmentedArray:
     """A left operand of float16 from the registers that hold it, fenced from what made them."""
     layout, kind = fragmented_array.WGMMA_LAYOUT, ir.VectorType.get((2,), ir.F16Type.get())
-    single = ir.VectorType.get((1,), i32())
+    single = ir.VectorType.get((1,), inline.word())
     registers = np.empty(len(words), dtype=object)
     for index, word in enumerate(words):
         registers[index] = vector.bitcast(kind, vector.broadcast(single, word))
@@ -170,7 +165,7 @@ def _half(word: ir.Value) -> ir.Value:
     """A pair of bfloat16 as float16."""
     asm = """{ .reg .b32 l, h; .reg .f32 a, b; shl.b32 l, $1, 16; and.b32 h, $1, 0xffff0000;
         mov.b32 a, l; mov.b32 b, h; cvt.rn.satfinite.f16x2.f32 $0, b, a; }"""
-    return utils.inline_ptx(asm, word, result_types=i32())
+    return utils.inline_ptx(asm, word, result_types=inline.word())
 
 
 def _write(address: ir.Value, words: Sequence[ir.Value]) -> None:
@@ -178,7 +173,7 @@ def _write(address: ir.Value, words: Sequence[ir.Value]) -> None:
 
 
 def scores(plan: Plan, tile: Any, keys: Any, queries: Any) -> jax.Array:
-    """Products of a tile's tokens, in the order of rows, with the queries."""
+    """Products of a tile's tokens with the queries, [64, N] float32; `token_of` says which token a row is."""
     shape = (TILE, plan.most)
     if plan.interpret is not None:
         whole = jnp.concatenate([_values(tile), keys[...]], axis=1)
@@ -256,7 +251,7 @@ def mix(plan: Plan, total: jax.Array, tile: Any, shares: Any, side: jax.Array) -
     )
     def run(_: Any, total: mgpu.FragmentedArray, tile: ir.Value, shares: ir.Value) -> mgpu.FragmentedArray:
         warp, group, column = _thread()
-        side = add(arith.shrui(utils.thread_idx(), inline.i32(7)), -1)
+        side = add(arith.shrui(utils.thread_idx(), inline.i32(7)), -1)  # warpgroups LEFT and RIGHT are 1 and 2
         token = times(column, 2)
         piece = add(times(side, 2), bits(warp, 1, 1))
         unit = arith.xori(add(times(bits(warp, 0, 1), 4), bits(group, 1, 2)), token)

@@ -7,7 +7,6 @@ products; nothing is concatenated in memory.
 """
 
 import dataclasses
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,12 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas import dispatch, warp_product
+from pallas.mla.mosaic_plan import LOG2_E, LOWEST, PRODUCT, WIDE
 
-WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-PRODUCT = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
-LOG2_E = math.log2(math.e)
-LOWEST = -1e30
 QUERIES = 64
 """Queries of a warpgroup: the rows of one tensor-core instruction."""
 REGISTERS = {2: (240, 24), 3: (160, 32)}

@@ -78,7 +78,8 @@ def _emulated_blocks(start: jax.Array, lefts: Sequence[Any], right: Any, done: C
     return jnp.concatenate(sums)
 
 
-TENSOR_CORE = Product(_chain, _blocks)
+WARPGROUPS = Product(_chain, _blocks)
+"""Those of warpgroups (`wgmma`)."""
 WARPS = Product(_warp_chain, _warp_blocks)
 """Those of single warps, where there are none of warpgroups."""
 EMULATED = Product(_emulated_chain, _emulated_blocks)
@@ -89,4 +90,4 @@ def product_for(interpret: Any) -> Product:
     """The products that a kernel uses."""
     if interpret is not None:
         return EMULATED
-    return WARPS if dispatch.warps_multiply() else TENSOR_CORE
+    return WARPS if dispatch.warps_multiply() else WARPGROUPS

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
+from pallas import inline
 from pallas.mla import mosaic_narrow
 from pallas.mla.mosaic_plan import CHUNK, LOG2_E, LOWEST, MOST_QUERIES, PER_QUERY, PIECE, PRODUCT, TILE, Plan
 from pallas.mla.mosaic_product import product_for
@@ -91,15 +92,7 @@ class Work:
 
 def synchronize_warpgroup(plan: Plan) -> None:
     """Ordinary stores to shared memory become visible to the warpgroup."""
-    if plan.interpret is not None:
-        plgpu.commit_smem()
-        return
-
-    @plgpu.inline_mgpu()
-    def wait(_: Any) -> None:
-        mgpu.warpgroup_barrier()
-
-    wait()
+    (inline.synchronize if plan.interpret is None else plgpu.commit_smem)()
 
 
 def each_part(plan: Plan, work: Work, run: Callable[[jax.Array, jax.Array, jax.Array], None]) -> None:
@@ -375,12 +368,15 @@ def _store_turned(plan: Plan, there: Any, values: jax.Array) -> None:
     if plan.interpret is not None:
         there[...] = values.T
         return
+    if plan.narrow:
+        mosaic_narrow.store(plan, there, values)
+        return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PRODUCT))
     def store(_: Any, there: Any, values: Any) -> None:
         values.foreach(lambda value, at: memref.store(value, there, [at[1], at[0]]))
 
-    (mosaic_narrow.store if plan.narrow else lambda _, *args: store(*args))(plan, there, values)
+    store(there, values)
 
 
 def mix(plan: Plan, memory: Memory, work: Work, side: jax.Array) -> None:

@@ -66,8 +66,8 @@ def front(
 ) -> Front:
     """The routing of each token, and the products of `x` with the last axis of each of `matrices`, in the dtype of `x`.
 
-    Meant for a few tokens, which pass all weights in one launch (see `pallas.gemv.project`), one token with the routing
-    in it; logits are float32.
+    Meant for a few tokens, which pass all weights in one launch (see `pallas.gemv.project`); of one token a kernel that
+    serves it routes in the same launch. Logits are float32.
     """
 
     def by_launches(*args: Any, **options: Any) -> Front:

@@ -1,4 +1,7 @@
-"""The routed experts of few tokens: two streaming kernels, gate and up with SiTU, then down; one for one token."""
+"""The routed experts of few tokens: two streaming kernels, gate and up with SiTU, then down.
+
+One token takes both products in one kernel (`mosaic_token`) where there are warpgroup products.
+"""
 
 from typing import Any, NamedTuple
 

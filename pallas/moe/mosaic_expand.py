@@ -125,8 +125,7 @@ def expand(packed: Any, scale: jax.Array, blocks: int, block: int) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((ROWS, DEPTH), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, source: ir.Value, scale: Any) -> Any:
-        thread = arith.remui(mgpu.utils.thread_idx(), inline.i32(128))
-        warp, lane = arith.divui(thread, inline.i32(32)), arith.remui(thread, inline.i32(32))
+        warp, lane = inline.warp_and_lane()
         pointer = mgpu.utils.memref_ptr(source)
         row_bytes = blocks * DEPTH // 2
         offset = arith.addi(arith.muli(warp, inline.i32(16 * row_bytes)), chunk(lane, blocks, block))

@@ -36,8 +36,11 @@ DEPTH = 64
 GROUPS = 4
 """Warpgroups of a block, which share its tile."""
 COLUMNS = 8
+"""Rows of x that a product takes; all but the first are empty."""
 SHARE = ROWS // GROUPS
+"""Outputs of a tile that a warpgroup finishes."""
 STEP = GROUPS * DEPTH
+"""Inputs that the warpgroups of a block take at a time, each a buffer."""
 EARLIER = 8
 """How many outputs fewer a tile of the router has."""
 WIDE = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
@@ -62,7 +65,9 @@ class _Call:
     """Sizes of a call."""
 
     sizes: tuple[int, ...]
+    """Outputs of each matrix, the router first."""
     depth: int
+    """Inputs."""
     cut: Settings
     emulated: bool
 
@@ -103,7 +108,10 @@ def require_supported(x: jax.Array, matrices: Sequence[jax.Array], k: int) -> No
             f"got {x.shape[1]} and {sizes}"
         )
     if settings_for(sizes) is None:
-        raise NotImplementedError(f"the moe front kernel serves one tile a multiprocessor, got {sum(sizes)} outputs")
+        raise NotImplementedError(
+            f"the moe front kernel serves one tile a multiprocessor, got {sum(sizes)} outputs for "
+            f"{dispatch.multiprocessors()} tiles of up to {ROWS}"
+        )
     mosaic_route.require_supported(sizes[0], k)
 
 

@@ -145,8 +145,7 @@ def expand(packed: Any, level: jax.Array, blocks: int, block: int) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((ROWS, DEPTH), E4M3, layout=plgpu.Layout.WGMMA_8BIT),
     )
     def run(_: Any, source: ir.Value, level: Any) -> Any:
-        thread = arith.remui(mgpu.utils.thread_idx(), inline.i32(128))
-        warp, lane = arith.divui(thread, inline.i32(32)), arith.remui(thread, inline.i32(32))
+        warp, lane = inline.warp_and_lane()
         pointer, row_bytes = mgpu.utils.memref_ptr(source), blocks * DEPTH // 2
         offset = arith.addi(arith.muli(warp, inline.i32(16 * row_bytes)), chunk(lane, blocks, block))
         layout, four = mgpu.WGMMA_LAYOUT_8BIT, ir.VectorType.get((4,), ir.Float8E4M3FNType.get())

@@ -37,8 +37,6 @@ LARGEST = 6
 """Binary exponent of the largest high part of those that share a unit: no more, or the largest scale overflows."""
 WIDE = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
 """How activations lie in shared memory: lines of 128 bytes."""
-
-
 TOKENS = 4
 """Tokens of a block of work, each a pair of columns of the narrowest product."""
 COLUMNS = 2 * TOKENS
@@ -208,12 +206,6 @@ def _products_of_box(packed: Any, base: ir.Value, blocks: int, first: int, colum
         yield from products([next(weights) for _ in groups], targets, columns)
 
 
-def warp_and_lane() -> tuple[ir.Value, ir.Value]:
-    """Of the thread in its warpgroup."""
-    thread = arith.remui(mgpu.utils.thread_idx(), inline.i32(128))
-    return arith.divui(thread, inline.i32(32)), arith.remui(thread, inline.i32(32))
-
-
 def registers_like(values: list[ir.Value], like: Any) -> Any:
     """`values` in registers of the shape and type of those in `like`."""
     registers = np.empty(like.shape, dtype=object)
@@ -236,7 +228,7 @@ def weights_of(start: ir.Value, line: int, *, swizzled: bool) -> Iterator[list[i
 
     Lines of 128, 64 or 32 bytes begin at address `start` of shared memory, as they are or swizzled by their length.
     """
-    warp, lane = warp_and_lane()
+    warp, lane = inline.warp_and_lane()
     # Lane l names row l % 16 of the warp's rows; lanes 16 .. 31 name the next group.
     row = arith.addi(arith.muli(warp, inline.i32(16)), arith.remui(lane, inline.i32(16)))
     ahead = arith.divui(lane, inline.i32(16))
@@ -281,7 +273,7 @@ def fold(target: Any, sums: jax.Array, unit: Any, code_unit: float = CODE_UNIT) 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *(plgpu.RefType(),) * len(refs)))
     def run(_: Any, target: Any, sums: Any, *unit: Any) -> None:
         index, f32 = ir.IndexType.get(), ir.F32Type.get()
-        warp, lane = warp_and_lane()
+        warp, lane = inline.warp_and_lane()
         row = arith.addi(arith.muli(warp, inline.i32(16)), arith.divui(lane, inline.i32(4)))
         token = arith.index_cast(index, arith.remui(lane, inline.i32(4)))
         factor = arith.constant(f32, code_unit)
@@ -311,7 +303,7 @@ def store_pairs(out: Any, unit: Any, value: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), ENDS, ENDS, ENDS))
     def run(_: Any, out: Any, unit: Any, token: Any, column: Any, value: Any) -> None:
         index = ir.IndexType.get()
-        first = arith.cmpi(arith.CmpIPredicate.eq, warp_and_lane()[1], inline.i32(0))
+        first = arith.cmpi(arith.CmpIPredicate.eq, inline.warp_and_lane()[1], inline.i32(0))
         for n, c, v in zip(*(inline.elements(x.registers) for x in (token, column, value)), strict=True):
             scale, one = scale_of_warp(v)
             writes = scf.IfOp(first)

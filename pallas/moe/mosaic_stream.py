@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int32, UInt8
 
+from pallas import inline
 from pallas.moe import mosaic_warp
 from pallas.moe.mosaic_expand import DEPTH, ROWS, SWIZZLED, blocks_of_box
 from pallas.moe.mosaic_pair import (
@@ -183,16 +183,6 @@ def _nothing() -> None:
     """In interpretation a warpgroup is one thread."""
 
 
-def _warpgroup_barrier() -> None:
-    """Waits for the warpgroup's warps; unlike `commit_smem` not for their loads from memory as well."""
-
-    @plgpu.inline_mgpu()
-    def run(_: Any) -> None:
-        mgpu.utils.warpgroup_barrier()
-
-    run()
-
-
 class Warpgroup:
     """The work of one warpgroup of a thread block; built inside the kernel."""
 
@@ -211,7 +201,7 @@ class Warpgroup:
         else:
             self.part, self.start = 0, block * settings.groups + self.group
             self.stride = settings.blocks * settings.groups
-        self.settle = _nothing if cut.emulated else _warpgroup_barrier
+        self.settle = _nothing if cut.emulated else inline.synchronize
 
     def locate(self, stage: jax.Array) -> _Place:
         """Where a stage lies: the buffers of all tiles in a row go to the warpgroups in turn."""

@@ -79,7 +79,17 @@ def partial_sums(
     gate_up, latent = packed.gate_up_packed, x.shape[1]
     tiles, box = gate_up.shape[2] // ROWS, blocks_of_box(latent)
     buffers, parts = latent // (DEPTH * box), tiles * ROWS // down.part
-    cut = Cut(2, tiles, buffers, box, True, False, False, interpret is not None, settings)
+    cut = Cut(
+        planes=2,
+        tiles=tiles,
+        buffers=buffers,
+        box=box,
+        resident=True,
+        by_group=False,
+        targeted=False,
+        emulated=interpret is not None,
+        settings=settings,
+    )
     smem, groups, slots = plgpu.SMEM, settings.groups, settings.groups * settings.stages
     layout_of_box = {"transforms": SWIZZLED} if box == 2 else {}
     kernel = plgpu.kernel(

@@ -106,7 +106,7 @@ def keep_pairs(hidden: Any, unit: Any, tile: jax.Array, value: jax.Array) -> Non
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(WIDE), plgpu.RefType(), ENDS, ENDS, ENDS))
     def run(_: Any, hidden: Any, unit: Any, token: Any, column: Any, value: Any) -> None:
         base, none = inline.shared_address(hidden), inline.i32(0)
-        leads = arith.cmpi(arith.CmpIPredicate.eq, mosaic_pair.warp_and_lane()[1], none)
+        leads = arith.cmpi(arith.CmpIPredicate.eq, inline.warp_and_lane()[1], none)
         numbers = (inline.elements(x.registers) for x in (token, column, value))
         for n, c, v in zip(*numbers, strict=True):
             wanted = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, n, none))  # the same in a whole warp
@@ -208,7 +208,7 @@ def _weights(pointer: ir.Value, tile: int, down: Down) -> Any:
 def _store(out: ir.Value, tile: int, sums: list[ir.Value], factor: ir.Value, exists: ir.Value) -> None:
     """out[64 tile + r] = `factor` times what the first two columns of a product count, or zero."""
     f32 = ir.F32Type.get()
-    warp, lane = mosaic_pair.warp_and_lane()
+    warp, lane = inline.warp_and_lane()
     row = arith.addi(arith.muli(warp, inline.i32(16)), arith.divui(lane, inline.i32(4)))
     writes = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, arith.remui(lane, inline.i32(4)), inline.i32(0)))
     with ir.InsertionPoint(writes.then_block):

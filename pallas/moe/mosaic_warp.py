@@ -9,7 +9,6 @@ scale group meet in the order of the codes: thread t of four holds inputs 8 t ..
 from collections.abc import Iterator
 from typing import Any
 
-from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
@@ -29,8 +28,7 @@ def products(packed: Any, rows: Any, blocks: int, first: int) -> Iterator[list[i
     `packed` is shared memory [64, 64 * blocks] of bytes, `rows` [8, inputs], whose block `first` begins the box: see
     `mosaic_pair.accumulate`.
     """
-    thread = arith.remui(mgpu.utils.thread_idx(), inline.i32(128))
-    warp, lane = arith.divui(thread, inline.i32(32)), arith.remui(thread, inline.i32(32))
+    warp, lane = inline.warp_and_lane()
     row = arith.addi(arith.muli(warp, inline.i32(16)), arith.remui(lane, inline.i32(16)))
     codes, width = inline.shared_address(packed), blocks * DEPTH // 2
     activations = inline.shared_address(rows)

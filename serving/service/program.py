@@ -32,7 +32,8 @@ class Flags:
     """Directory in the released format, or a saved model; without a tokenizer in it, token ids are served. Default:
     the shipped nano model."""
     draft: str = "none"
-    """Decode speculatively: a DSpark directory, "auto" for NAME-dspark beside the checkpoint, or "none"."""
+    """Decode speculatively: a DSpark directory, "auto" for NAME-dspark beside the checkpoint, "ngram", or
+    "none"."""
     draft_weights: Literal["auto", "model", "int8"] = "auto"
     """Kind of the draft's matrices: as the model's, or 8 bits. auto: int8 for bfloat16 on a GPU."""
     host: str = "127.0.0.1"

@@ -265,6 +265,10 @@ def test_the_think_channel_is_dimmed_and_set_apart(door, color):
         (["--prompt", "x", "--max-tokens", "0"], "error: max_tokens is 0, expected at least 1"),
         (["--prompt", "x", "--stop", ""], "error: a stop string is empty, expected at least one character"),
         (["--prompt", "x", "--show-draft"], "error: --show-draft needs --draft"),
+        (
+            ["--prompt", "x", "--draft-weights", "int8"],
+            "error: --draft-weights needs the --draft of a directory or auto",
+        ),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(program_model, capsys, arguments, message):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from k3jax import capacity, config, params, plan, sharding
+from k3jax import api, capacity, config, params, plan, sharding
 from k3jax.cache import create
 
 
@@ -84,6 +84,12 @@ def test_program(tmp_path, capsys):
         (["--preset", "ring"], 2, "mesh preset 'ring' is unknown, expected tpN"),
         (["--context", "0"], 2, "--context is 0"),
         (["--config", "nowhere"], 2, "--config nowhere does not exist"),
+        (
+            ["--draft", str(api.shipped_checkpoint().with_name("nano-dspark"))],
+            2,
+            "nano-dspark is not a draft of k3: vocab_size is 4096",
+        ),
+        (["--draft-weights", "int8"], 2, "--draft-weights needs --draft"),
         (["--preset", "tp8", "--device", "h200"], 1, ""),
     ],
 )

@@ -89,3 +89,9 @@ def test_bfloat16_is_rounded_once():
 def test_summarize_needs_a_source():
     with pytest.raises(ValueError, match="no sources"):
         attn_res.summarize((), np.zeros((1, 4), np.float32), np.zeros((1, 4), np.float32))
+
+
+def test_a_sum_needs_table_and_axis():
+    sources, prefix, norm, query = draw(2, shape=(4,))
+    with pytest.raises(ValueError, match="go together, got axis 'device'"):
+        attn_res.read(sources, prefix, prefix, norm, query, norm, axis="device")
