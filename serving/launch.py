@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax import capacity
+from k3jax.dspark.config import DSparkConfig
 from k3jax.logit_rules import mask_words
 from k3jax.runtime import Model
 from k3jax.sampling import Sampling, SamplingError
@@ -76,22 +77,27 @@ class Sizes:
 
 
 def model_cost(model: Model) -> ModelCost:
-    """Costs of the model in the dtype in which it has been loaded."""
-    latent, window = (jnp.dtype(dtype).itemsize for dtype in (model.latent_dtype, model.dtype))
-    return ModelCost.of(model.config, latent_bytes=latent, window_bytes=window)
+    """Costs of the model in the dtype in which it has been loaded; a draft's rows count as latents."""
+    latent, item = (jnp.dtype(dtype).itemsize for dtype in (model.latent_dtype, model.dtype))
+    cost, draft = ModelCost.of(model.config, latent_bytes=latent, window_bytes=item), _draft_config(model)
+    rows = 0 if draft is None else draft.num_layers * draft.attention.row_width * item
+    return dataclasses.replace(cost, latent_bytes_per_token=cost.latent_bytes_per_token + rows)
+
+
+def _draft_config(model: Model) -> DSparkConfig | None:
+    drafter = drafter_of(model)
+    return drafter.config if isinstance(drafter, DSparkDrafter) else None
 
 
 def footprint(model: Model, page_size: int) -> capacity.Footprint:
     """Bytes of the model and of each member of the pools, per device."""
-    drafter = drafter_of(model)
-    draft = drafter.config if isinstance(drafter, DSparkDrafter) else None
     narrow = model.draft is not None and any(leaf.dtype == jnp.int8 for leaf in model.draft.leaves)
     return capacity.footprint(
         model.config,
         layout=model.graph.layout,
         dtype=jnp.dtype(model.dtype),
         page_size=page_size,
-        draft=draft,
+        draft=_draft_config(model),
         draft_weights="int8" if narrow else "model",
         kv_cache_dtype=model.kv_cache_dtype,
     )

@@ -52,7 +52,8 @@ def read(
     `collectives.all_reduce`. Raises `ValueError` for one of both alone.
     """
     if (table is None) != (axis is None):
-        raise ValueError(f"table and axis of a sum go together, got {'axis ' + repr(axis) if axis else 'a table alone'}")
+        alone = "a table alone" if axis is None else f"axis {axis!r} alone"
+        raise ValueError(f"table and axis of a sum go together, got {alone}")
     if table is not None and axis is not None and output is not None:
         run = select(implementation, mosaic=mosaic.read_term, xla=functools.partial(_summed_first, implementation))
         return run(sources, prefix, output, norm, query, out_norm, eps, norm_eps, table, axis)

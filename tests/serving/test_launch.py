@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -7,7 +8,7 @@ from serving.engine import Engine
 from serving.launch import Sizes, describe, divide, footprint, launch, model_cost
 from serving.prefix_cache import CacheOptions
 from serving.request import RequestError
-from tests.serving.model_fixtures import CHUNK, PAGE, PAGES, ROWS, SLOTS, UNIT, WIDE, prompt, request
+from tests.serving.model_fixtures import CHUNK, PAGE, PAGES, ROWS, SLOTS, UNIT, WIDE, build_draft, prompt, request
 
 SIZES = Sizes(
     rows=ROWS,
@@ -89,6 +90,8 @@ def test_the_plan_is_what_is_allocated(model):
     # Eviction weighs what the pools hold.
     cost = model_cost(model)
     assert (cost.state_bytes, cost.latent_bytes_per_token) == (each.slot, each.token)
+    drafting = dataclasses.replace(model, draft=build_draft(model.config))
+    assert model_cost(drafting).latent_bytes_per_token == footprint(drafting, PAGE).token > each.token
     first, *rest = describe(CacheOptions(pages=PAGES, slots=SLOTS, page_size=PAGE, unit=4), each, rows=4)
     assert first.startswith(
         f"per device, of 1: {(each.weights + 4 * each.row + each.pools(PAGES, SLOTS)) / 2**20:.1f} MiB"

@@ -93,5 +93,5 @@ def test_summarize_needs_a_source():
 
 def test_a_sum_needs_table_and_axis():
     sources, prefix, norm, query = draw(2, shape=(4,))
-    with pytest.raises(ValueError, match="go together, got axis 'device'"):
+    with pytest.raises(ValueError, match="go together, got axis 'device' alone"):
         attn_res.read(sources, prefix, prefix, norm, query, norm, axis="device")
