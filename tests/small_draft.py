@@ -1,10 +1,12 @@
 """A small random DSpark draft for a small K3: nearly all of its tokens are rejected, the hard case for the state."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 
 from k3jax import params
-from k3jax.dspark.config import DraftGqa, DSparkConfig, Rope
+from k3jax.dspark.config import DraftGqa, DraftMla, DSparkConfig, Rope
 from k3jax.dspark.model import DSpark
 from k3jax.dspark.tensors import draft_specs
 from k3jax.speculation.drafters import DSparkDrafter
@@ -29,6 +31,18 @@ def settings(config, *, taps, mask, confidence):
         markov_kind="vanilla",
         confidence=confidence,
         confidence_with_markov=confidence,
+    )
+
+
+def published(config, *, layers):
+    """The published draft's kind of attention, in small; taps behind as many layers as it has itself."""
+    sizes = dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16)
+    sizes |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
+    return dataclasses.replace(
+        settings(config, taps=tuple(range(layers)), mask=3, confidence=True),
+        num_layers=layers,
+        attention=DraftMla(num_heads=2, **sizes),
+        rope=Rope(theta=1e4, interleaved=True),
     )
 
 

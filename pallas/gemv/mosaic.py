@@ -283,30 +283,23 @@ class _Warpgroup:
             slot = self.slot(stage)
             plgpu.barrier_wait(self.smem["full"].at[slot])
             for weights, inputs in self.operands(slot):
-                if call.narrow:
-                    total = warp_product.accumulate_held(total, weights, inputs)
-                else:
-                    total = warp_product.accumulate(total, [weights], inputs)
-            inline.synchronize()  # every warp has read the buffer
+                total = self.accumulate(total, weights, inputs)
+            if not call.emulated:
+                inline.synchronize()  # every warp has read the buffer
             self.fetch(stage + call.cut.stages)
             return total
 
-        return lax.fori_loop(0, call.parts, one, warp_product.zeros((ROWS, call.columns)))
+        shape = ROWS, call.columns
+        zeros = jnp.zeros(shape, jnp.float32) if call.emulated else warp_product.zeros(shape)
+        return lax.fori_loop(0, call.parts, one, zeros)
 
-    def emulated_sum(self, item: jax.Array) -> jax.Array:
-        """`tile_sum` in interpretation."""
-        call = self.call
-
-        def one(index: jax.Array, total: jax.Array) -> jax.Array:
-            stage = item * call.parts + index
-            slot = self.slot(stage)
-            plgpu.barrier_wait(self.smem["full"].at[slot])
-            for weights, inputs in self.operands(slot):
-                total += jnp.dot(weights[...], inputs[...].T, preferred_element_type=jnp.float32)
-            self.fetch(stage + call.cut.stages)
-            return total
-
-        return lax.fori_loop(0, call.parts, one, jnp.zeros((ROWS, call.columns), jnp.float32))
+    def accumulate(self, total: jax.Array, weights: Any, inputs: Any) -> jax.Array:
+        """`total` plus the products of a box."""
+        if self.call.emulated:
+            return total + jnp.dot(weights[...], inputs[...].T, preferred_element_type=jnp.float32)
+        if self.call.narrow:
+            return warp_product.accumulate_held(total, weights, inputs)
+        return warp_product.accumulate(total, [weights], inputs)
 
     def joined(self, buffer: jax.Array, value: jax.Array) -> jax.Array:
         """This warpgroup's part of the sum of all."""
@@ -324,7 +317,7 @@ class _Warpgroup:
         number = self.worker + item * cut.workers
         tile, piece = lax.div(number, jnp.int32(cut.slices)), lax.rem(number, jnp.int32(cut.slices))
         factor = self.multipliers(tile) if call.narrow else None  # long before it is needed
-        result = (self.emulated_sum if call.emulated else self.tile_sum)(item)
+        result = self.tile_sum(item)
         if cut.shared:
             result = self.joined(lax.rem(item, jnp.int32(2)), result)
         if factor is not None:

@@ -11,12 +11,12 @@ import pytest
 from k3jax import api, capacity, params
 from k3jax.cache import Rows
 from k3jax.dspark import files, quantized
-from k3jax.dspark.config import DraftMla, DSparkConfig, Rope
 from k3jax.dspark.model import DSpark, empty_pools
 from k3jax.dspark.tensors import draft_specs
 from k3jax.runtime import Model
 from k3jax.train.draft_program import draft_config
 from pallas import gemv
+from tests import small_draft
 
 PROMPTS = [[5, 9, 33, 2, 7], [1, 4]]
 
@@ -37,33 +37,8 @@ def tree():
     return lambda config: params.map_tree(fill, draft_specs(config))
 
 
-def mla_draft(target):
-    """The published draft's kind of attention, in small."""
-    config = target.config
-    return DSparkConfig(
-        vocab_size=config.vocab_size,
-        draft_vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        target_hidden_size=config.hidden_size,
-        intermediate_size=64,
-        num_layers=2,
-        attention=DraftMla(
-            num_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
-        ),
-        rope=Rope(theta=1e4, interleaved=True),
-        norm_eps=1e-5,
-        target_layer_ids=(0, 1),
-        mask_token_id=3,
-        block_size=3,
-        markov_rank=8,
-        markov_kind="vanilla",
-        confidence=True,
-        confidence_with_markov=True,
-    )
-
-
 def test_matrices_become_int8_and_nothing_else(target, tree):
-    config = mla_draft(target)
+    config = small_draft.published(target.config, layers=2)
     head = jnp.ones((config.vocab_size, config.hidden_size), jnp.float32)
     before = tree(config)
     after = quantized.quantize(before, head)
@@ -90,7 +65,11 @@ def drafted(config, parameters, table):
 
 @pytest.mark.parametrize("kind", ["mla", pytest.param("gqa", marks=pytest.mark.slow)])
 def test_it_drafts_nearly_the_same(target, tree, kind):
-    config = mla_draft(target) if kind == "mla" else draft_config(target.config, block_size=3, markov_rank=8)
+    config = (
+        small_draft.published(target.config, layers=2)
+        if kind == "mla"
+        else draft_config(target.config, block_size=3, markov_rank=8)
+    )
     parameters = tree(config)
     table = jax.random.normal(jax.random.key(1), (config.vocab_size, config.hidden_size), jnp.float32) / 8
     exact = drafted(config, parameters, table)
@@ -133,7 +112,10 @@ def test_auto_is_int8_for_bfloat16_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["model", "int8"])
 def test_a_footprint_counts_what_the_draft_holds(target, tree, kind):
-    config, head = mla_draft(target), jnp.ones((target.config.vocab_size, target.config.hidden_size), jnp.float32)
+    config, head = (
+        small_draft.published(target.config, layers=2),
+        jnp.ones((target.config.vocab_size, target.config.hidden_size), jnp.float32),
+    )
     held = quantized.quantize(tree(config), head) if kind == "int8" else tree(config)
     sizes = [
         capacity.footprint(target.config, dtype=jnp.float32, draft=draft, draft_weights=kind)

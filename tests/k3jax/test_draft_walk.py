@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,37 +12,18 @@ import pytest
 from k3jax import params, sampling
 from k3jax.cache import Rows
 from k3jax.dspark import quantized
-from k3jax.dspark.config import DraftMla, DSparkConfig, Rope
 from k3jax.dspark.model import Draft, DSpark
 from k3jax.dspark.tensors import draft_specs
 from k3jax.speculation.drafters import DSparkDrafter
 from pallas import markov
+from tests import small_draft
 
 VOCABULARY, WIDTH = 96, 32
 
 
 @pytest.fixture(scope="module")
 def config():
-    sizes = dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16)
-    sizes |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
-    return DSparkConfig(
-        vocab_size=VOCABULARY,
-        draft_vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        target_hidden_size=WIDTH,
-        intermediate_size=64,
-        num_layers=1,
-        attention=DraftMla(num_heads=2, **sizes),
-        rope=Rope(theta=1e4, interleaved=True),
-        norm_eps=1e-5,
-        target_layer_ids=(0,),
-        mask_token_id=3,
-        block_size=3,
-        markov_rank=8,
-        markov_kind="vanilla",
-        confidence=True,
-        confidence_with_markov=True,
-    )
+    return small_draft.published(SimpleNamespace(vocab_size=VOCABULARY, hidden_size=WIDTH), layers=1)
 
 
 def drafter_of(config, kind="int8"):
