@@ -173,9 +173,9 @@ def read_json(path: str | Path, name: str) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror}); expected a K3 {name}") from error
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}); expected the {name} of a checkpoint") from error
     except ValueError as error:
-        raise ConfigError(f"{file}: is not valid JSON ({error}); expected a K3 {name}") from error
+        raise ConfigError(f"{file}: is not valid JSON ({error}); expected the {name} of a checkpoint") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file}: holds a JSON {type(value).__name__}, expected an object")
     return value

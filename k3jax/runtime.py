@@ -85,8 +85,9 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters."""
-        return sum(leaf.nbytes for leaf in self.leaves)
+        """Bytes of all parameters, the draft's own included."""
+        own = () if self.draft is None else self.draft.leaves
+        return sum(leaf.nbytes for leaf in (*self.leaves, *own))
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

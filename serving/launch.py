@@ -185,6 +185,8 @@ def launch(
     Raises `ValueError` (`RetentionError`) for numbers that do not fit together.
     """
     max_length = min(sizes.max_length or model.max_length, model.max_length)
+    if sizes.max_length is not None and sizes.max_length > max_length:
+        report(f"max-length {sizes.max_length} is more than the model has positions: {max_length} are served")
     cost, each = model_cost(model), footprint(model, sizes.page_size)
     cache = divide(sizes, each, max_length)
     alpha, tuner = parse_eviction(sizes.eviction, cache, cost)

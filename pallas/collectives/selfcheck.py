@@ -82,7 +82,7 @@ def check(mesh: Mesh, table: UInt32[Array, "N W"], add: Sum, *, patience: float 
     program = run.lower(table, seeds[0]).compile()
     end = time.monotonic() + patience
     for call, seed in enumerate(seeds):
-        wrong, missing = _outcome(program(table, seed), end).T
+        wrong, missing = _outcome(program(table, seed), end, patience).T
         if wrong.any():
             devices = ", ".join(str(mesh.devices.flat[int(rank)].id) for rank in np.nonzero(wrong)[0])
             raise Unproved(
@@ -91,11 +91,11 @@ def check(mesh: Mesh, table: UInt32[Array, "N W"], add: Sum, *, patience: float 
             )
 
 
-def _outcome(counts: jax.Array, end: float) -> Int32[np.ndarray, "N 2"]:
+def _outcome(counts: jax.Array, end: float, patience: float) -> Int32[np.ndarray, "N 2"]:
     """The counts on the host, if they are there before `end`."""
     while not counts.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
         if time.monotonic() > end:
-            raise StuckError("the devices do not end their trial sums")
+            raise StuckError(f"the devices do not end their trial sums within {patience:g} s")
         time.sleep(1e-4)
     try:
         return np.asarray(counts)

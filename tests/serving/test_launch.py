@@ -113,7 +113,12 @@ def test_memory_by_fraction_needs_a_device_that_tells(model):
     ],
 )
 def test_bad_sizes(model, change, message):
-    import dataclasses
-
     with pytest.raises(ValueError, match=message):
         launch(model, dataclasses.replace(SIZES, **change), report=lambda line: None)
+
+
+def test_more_positions_than_the_model_has_are_said(model):
+    lines = []
+    with pytest.raises(ValueError, match="eviction"):
+        launch(model, dataclasses.replace(SIZES, max_length=1 << 20, eviction="lfu"), report=lines.append)
+    assert lines == [f"max-length 1048576 is more than the model has positions: {model.max_length} are served"]

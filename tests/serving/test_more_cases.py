@@ -180,7 +180,7 @@ def test_draft_rows_are_planned_in_their_own_size(drafting):
     held = sum(array.nbytes for array in drafting.state.context)
     latents = sum(e.latent.nbytes for e in drafting.state.cache.layers if isinstance(e, MlaCache))
     assert both.page * PAGES == latents + held
-    assert both.weights == model.weight_bytes + sum(leaf.nbytes for leaf in model.draft.leaves)
+    assert both.weights == model.weight_bytes == sum(leaf.nbytes for leaf in (*model.leaves, *model.draft.leaves))
 
 
 def test_padding_beside_drafts_writes_nothing(drafting):
