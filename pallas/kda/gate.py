@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def random_call(rows: int, tokens: int, heads: int, slow: bool | jax.Array, seed
     """bfloat16 inputs; gates are K3's with random logits, or slow ones with g in about [-0.05, -1e-4]."""
     keys = iter(jax.random.split(jax.random.key(seed), 9))
 
-    def normal(*shape: int, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    def normal(*shape: int, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
         return jax.random.normal(next(keys), shape, dtype)
 
     bf16 = jnp.bfloat16
@@ -76,7 +76,7 @@ def ops_of(implementation: Implementation) -> Ops:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def prefill_arguments(heads: int, tokens: int, slow: bool) -> tuple:
+def prefill_arguments(heads: int, tokens: int, slow: bool | jax.Array) -> tuple:
     """Two ragged rows with boundaries on and off the chunks."""
     call = random_call(2, tokens, heads, slow)
     length = jnp.array([tokens, tokens - 27], jnp.int32)
@@ -114,7 +114,7 @@ def prefill_checks(run: Callable, recurrent: Callable, heads: int, tokens: int) 
             yield Check(f"prefill {name}, {'slow' if slow else 'random'} gates", error, BOUND)
 
 
-def recurrent(*args: jax.Array) -> api.Prefill:
+def recurrent(*args: Any) -> api.Prefill:
     """The token-by-token form with the boundaries last."""
     return api.recurrent(*args[:-1], boundaries=args[-1])
 
