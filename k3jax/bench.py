@@ -23,6 +23,8 @@ OPS = {
     "moe_options": "pallas.moe.bench_options",
     "gemv": "pallas.gemv.bench",
     "markov": "pallas.markov.bench",
+    "draft": "k3jax.speculation.draft_bench",
+    "acceptance": "k3jax.speculation.acceptance_bench",
     "collectives": "pallas.collectives.bench",
 }
 """Name of an op and the module that measures it; `pallas.benchmark` says what such a module offers."""

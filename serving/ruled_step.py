@@ -65,8 +65,9 @@ def propose(
         limit = widths.limits(proposal.confidence)
     given = forced[:, :count] >= 0
     token = jnp.where(given, forced[:, :count], proposal.token)
-    certain = jax.nn.one_hot(token, proposal.probability.shape[2], dtype=jnp.float32)
-    law = jnp.where(given[:, :, None], certain, proposal.probability)
+    law = proposal.distributions(state.params)
+    certain = jax.nn.one_hot(token, law.shape[2], dtype=jnp.float32)
+    law = jnp.where(given[:, :, None], certain, law)
     # How many are forced is known before any of them is drawn, so the limit still follows from the drafts before it.
     return context, Drafts(token, law, jnp.maximum(limit, jnp.sum(given, axis=1, dtype=jnp.int32)))
 

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from k3jax.cache import Rows
+from k3jax.dspark import block_kernels, context_rows
 from k3jax.dspark.config import DSparkConfig
 from k3jax.layers.draft_attention import Pool, draft_attention
 from k3jax.layers.markov import MarkovHead
@@ -23,6 +24,7 @@ from k3jax.layers.weight import Weight, param
 from k3jax.params import Tree
 from k3jax.sharding_local import add_up, look_up
 from pallas import gemv, mla
+from pallas.dispatch import Implementation, select
 from pallas.precision import einsum
 
 Pools = tuple[Pool, ...]
@@ -43,10 +45,15 @@ class Draft(NamedTuple):
     """What a block was drafted from; row k predicts the token k + 1 places after the anchor."""
 
     hidden: Float[Array, "B G D"]
-    logits: Float[Array, "B G V"]
-    """Before the Markov bias."""
+    padded: Float[Array, "B P V"]
+    """Logits before the Markov bias; rows behind the block mean nothing, and need not be cut off for the walk."""
     pools: Pools
     """As given, but for rows behind `rows.length`, which mean nothing."""
+
+    @property
+    def logits(self) -> Float[Array, "B G V"]:
+        """Those of the block's rows."""
+        return self.padded[:, : self.hidden.shape[1]]
 
 
 class Drafted(NamedTuple):
@@ -89,8 +96,10 @@ class DraftLayer(nnx.Module):
 
     def feed_forward(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """The layer's second half, residual included."""
-        (hidden,) = gemv.project(self.mlp_norm(x), self.gate_up[...])
-        activation = nnx.silu(hidden[..., 0, :]) * hidden[..., 1, :]
+        matrix = self.gate_up[...]
+        (hidden,) = gemv.project(self.mlp_norm(x), matrix)
+        gate, up = jnp.unstack(hidden, axis=-1 if isinstance(matrix, gemv.Int8Matrix) else -2)
+        activation = nnx.silu(gate) * up
         (output,) = gemv.project(activation, self.down[...])
         return x + output
 
@@ -118,6 +127,11 @@ class DSpark(nnx.Module):
         )
 
     @property
+    def reduced(self) -> bool:
+        """Whether it has a vocabulary of its own."""
+        return TARGET_IDS in self.optional
+
+    @property
     def borrows(self) -> tuple[str, ...]:
         """What it takes from the target: embedding, head, or both."""
         return tuple(name for name in ("embedding", "head") if name not in self.optional)
@@ -132,19 +146,7 @@ class DSpark(nnx.Module):
 
     def extend(self, pools: Pools, taps: Float[Array, "B T F"], rows: Rows) -> Pools:
         """Stores the context rows of committed tokens at `rows.length` onwards. Donates the pools."""
-        context, tokens = self.context(taps), taps.shape[1]
-        position = rows.length[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
-        # All layers in one product: each alone is too small to fill the device.
-        matrices = [layer.attention.row_matrices() for layer in self.layers]
-        products = iter(gemv.project(context, *itertools.chain(*matrices)))
-        cached = (
-            layer.attention.cached(position, *itertools.islice(products, len(own)))
-            for layer, own in zip(self.layers, matrices, strict=True)
-        )
-        return tuple(
-            mla.write_pages(pool, new, rows.page_table, rows.length, rows.valid(tokens))
-            for pool, new in zip(pools, cached, strict=True)
-        )
+        return select(None, mosaic=context_rows.store, xla=stored_by_layer)(self, pools, self.context(taps), rows)
 
     def draft(
         self,
@@ -155,10 +157,12 @@ class DSpark(nnx.Module):
         head: Float[Array, "V D"] | None = None,
         *,
         vocab_axis: str | None = None,
+        implementation: Implementation = None,
     ) -> Draft:
         """The parallel pass; `rows.length` tokens have context rows and the anchor follows them.
 
-        `vocab_axis`: the mesh axis that the target's tables are split over, inside `jax.shard_map`.
+        `vocab_axis`: the mesh axis that the target's tables are split over, inside `jax.shard_map`; `implementation`:
+        mosaic for layers of finished products, xla for layers one by one, whose parts have kernels of their own.
 
         Rows with `query_length` 0 are padding, whose drafts mean nothing. Two rows must not share pages from
         `rows.length` on. Donates the pools.
@@ -167,21 +171,22 @@ class DSpark(nnx.Module):
         # As many rows as the skinny product takes at a time, so that nothing has to be padded for it again and again.
         padded = -(-width // 8) * 8
         padded = padded if batch * padded <= gemv.FEW_ROWS else width
-        ids = jnp.full((batch, padded), self.config.mask_token_id, jnp.int32).at[:, 0].set(anchor)
+        first = jnp.arange(padded, dtype=jnp.int32)[None] == 0
+        ids = jnp.where(first, anchor[:, None], jnp.int32(self.config.mask_token_id))
         position = rows.length[:, None] + jnp.arange(padded, dtype=jnp.int32)[None]
         block = dataclasses.replace(rows, query_length=jnp.where(rows.query_length > 0, width, 0).astype(jnp.int32))
         axis = None if "embedding" in self.optional else vocab_axis
-        table, after = self._own("embedding", embedding), []
+        table = self._own("embedding", embedding)
         assert not isinstance(table, gemv.Int8Matrix)
         x = add_up(axis, look_up(axis, table, ids), table.dtype)
-        for layer, pool in zip(self.layers, pools, strict=True):
-            x, pool = layer.attend(x, position, pool, block, causal=self.config.causal)
-            after.append(pool)
-        hidden = self.norm(x)
-        (logits,) = gemv.project(hidden, self._own("head", head), dtypes=(jnp.float32,))
+        layers, table = select(implementation, mosaic=block_kernels.run, xla=one_by_one), self._own("head", head)
+        narrow = table if isinstance(table, gemv.Int8Matrix) else None
+        hidden, logits, after = layers(self, x, position, pools, block, narrow)
+        if logits is None:
+            (logits,) = gemv.project(hidden, table, dtypes=(jnp.float32,))
         if vocab_axis is not None and "head" not in self.optional:
             logits = jax.lax.all_gather(logits, vocab_axis, axis=2, tiled=True)
-        return Draft(hidden[:, :width], logits[:, :width], tuple(after))
+        return Draft(hidden[:, :width], logits, after)
 
     def _own(self, name: str, targets: Float[Array, "_ _"] | None) -> Weight:
         """The draft's own table, otherwise the target's."""
@@ -212,18 +217,18 @@ class DSpark(nnx.Module):
         return Drafted(jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), sure)
 
     def walk(
-        self, draft: Draft, anchor: Int32[Array, " B"], base: Float32[Array, "B G V"], scale: Float32[Array, " B"]
+        self, draft: Draft, anchor: Int32[Array, " B"], noise: Float32[Array, "G V"], scale: Float32[Array, " B"]
     ) -> Drafted:
-        """Tokens of the highest `base + scale * bias`, in one launch; `logits` as `sample` gives them.
+        """Tokens of the highest `logits + noise` of one row, in one launch; `logits`: those of `sample` times `scale`.
 
         Raises `NotImplementedError` with the reason for what that does not serve.
         """
         if TARGET_IDS in self.optional:
             raise NotImplementedError("the walk serves drafts with the target's vocabulary")
-        token, bias = (x[None] for x in self.markov.walk(anchor, base, scale))
+        token, score = (x[None] for x in self.markov.walk(anchor, draft.padded, noise, scale))
         before = jnp.concatenate([anchor[:, None], token[:, :-1]], axis=1)[0]
         confidence = self.confidence(draft.hidden[0], self.markov.weights["embedding"][...][before])
-        return Drafted(token, draft.logits + bias, None if confidence is None else confidence[None])
+        return Drafted(token, score, None if confidence is None else confidence[None])
 
     def target_id(self, token: Int32[Array, "*batch"]) -> Int32[Array, "*batch"]:
         """The target's ids of the draft's."""
@@ -245,6 +250,40 @@ class DSpark(nnx.Module):
         if "confidence_bias" in self.optional:
             score = score + self.optional["confidence_bias"][...].astype(jnp.float32)[None]
         return score[:, 0]
+
+
+def stored_by_layer(draft: DSpark, pools: Pools, context: Float[Array, "B T D"], rows: Rows) -> Pools:
+    """The pools with the rows of `context` at `rows.length` onwards."""
+    tokens = context.shape[1]
+    position = rows.length[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+    # All layers in one product: each alone is too small to fill the device.
+    matrices = [layer.attention.row_matrices() for layer in draft.layers]
+    products = iter(gemv.project(context, *itertools.chain(*matrices)))
+    cached = (
+        layer.attention.cached(position, *itertools.islice(products, len(own)))
+        for layer, own in zip(draft.layers, matrices, strict=True)
+    )
+    return tuple(
+        mla.write_pages(pool, new, rows.page_table, rows.length, rows.valid(tokens))
+        for pool, new in zip(pools, cached, strict=True)
+    )
+
+
+def one_by_one(
+    draft: DSpark,
+    x: Float[Array, "B G D"],
+    position: Int32[Array, "B G"],
+    pools: Pools,
+    block: Rows,
+    head: gemv.Int8Matrix | None,
+) -> tuple[Float[Array, "B G D"], None, Pools]:
+    """The layers over a block of tokens: what its logits are made of, None for these, and the pools afterwards."""
+    del head
+    after = []
+    for layer, pool in zip(draft.layers, pools, strict=True):
+        x, pool = layer.attend(x, position, pool, block, causal=draft.config.causal)
+        after.append(pool)
+    return draft.norm(x), None, tuple(after)
 
 
 def greedy(_: int, logits: Float[Array, "B V"]) -> Int32[Array, " B"]:

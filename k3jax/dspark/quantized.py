@@ -27,6 +27,10 @@ INPUTS = {
     "head": 1,
 }
 """Matrices that a step reads whole, and how many of their last axes are inputs."""
+TURNED = {"key_up": "key_up_turned"}
+"""Matrices that stay as they are, but with their last two axes exchanged: a head's inputs are then neighbours."""
+PAIRED = ("gate_up",)
+"""Matrices [2, outputs, inputs] in int8 whose two rows of an output become neighbours: [outputs, 2, inputs]."""
 
 
 def chosen(weights: str, dtype: Any) -> Literal["model", "int8"]:
@@ -43,11 +47,13 @@ def quantize(parameters: Mapping[str, Any], head: Float[Array, "V D"] | None = N
 
     `head` is the target's: a draft without one gets a copy in 8 bits, V * D bytes of memory for half the bytes to read.
     """
-    tree = {name: _entry(name, value) for name, value in parameters.items()}
+    tree = {TURNED.get(name, name): _entry(name, value) for name, value in parameters.items()}
     return tree if head is None or "head" in tree else {**tree, "head": gemv.quantize(head)}
 
 
 def _entry(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return quantize(value)
+    value = jnp.swapaxes(value, 0, 1) if name in PAIRED else value
+    value = jnp.swapaxes(value, 1, 2) if name in TURNED else value
     return gemv.quantize(value, contract=INPUTS[name]) if name in INPUTS else value

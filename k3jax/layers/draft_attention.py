@@ -101,13 +101,21 @@ class MlaDraftAttention(nnx.Module):
         assert isinstance(config.attention, DraftMla)
         self.q_down, self.q_up = param(parameters["q_down"]), param(parameters["q_up"])
         self.kv_down = param(parameters["kv_down"])
-        self.key_up, self.value_up = nnx.Param(parameters["key_up"]), nnx.Param(parameters["value_up"])
+        self.turned = "key_up_turned" in parameters
+        """Whether `lift` is [heads, latent, key], as drafts in 8 bits have it; otherwise [heads, key, latent]."""
+        self.lift = nnx.Param(parameters["key_up_turned" if self.turned else "key_up"])
+        self.value_up = nnx.Param(parameters["value_up"])
         self.out = param(parameters["out"])
         self.q_norm = RmsNorm(parameters["q_norm"], config.norm_eps)
         self.kv_norm = RmsNorm(parameters["kv_norm"], config.norm_eps)
         self.sizes, self.rope = config.attention, config.rope
         width = self.sizes.qk_nope_head_dim + self.sizes.qk_rope_head_dim
         self.scale = width**-0.5 * (config.rope.yarn.softmax_factor if config.rope.yarn else 1.0)
+
+    @property
+    def key_up(self) -> Float[Array, "H K R"]:
+        """What makes a head's key of a latent."""
+        return jnp.swapaxes(self.lift[...], 1, 2) if self.turned else self.lift[...]
 
     def rows(self, x: Float[Array, "B T D"], position: Int32[Array, "B T"]) -> Float[Array, "B T L"]:
         """What the cache holds of tokens at `position`."""
@@ -134,7 +142,7 @@ class MlaDraftAttention(nnx.Module):
         own, rank = self.sizes.qk_nope_head_dim, self.sizes.kv_lora_rank
         (compressed,) = gemv.project(x, self.q_down[...])
         query = self.query(compressed, position)
-        absorbed = einsum("bthk,hkr->bthr", query[..., :own], self.key_up[...])
+        absorbed = einsum("bthk,hkr->bthr", query[..., :own], self.key_up)
         full = jnp.concatenate([absorbed, query[..., own:]], axis=-1)
         scores = einsum("bqhl,bsl->bhqs", full, rows, out=jnp.dtype(jnp.float32))
         weights = masked_softmax(scores, visible, self.scale).astype(x.dtype)
@@ -163,7 +171,7 @@ class MlaDraftAttention(nnx.Module):
         length = jnp.minimum(block.length + block.query_length, room)
         # A query at the last position or beyond it sees every row.
         start = block.length if causal else jnp.maximum(length - 1, 0)
-        up = self.key_up[...], self.value_up[...]
+        up = self.key_up, self.value_up[...]
         values = mla.decode(
             self.query(compressed, position), pool, block.page_table, *up, start, length, scale=self.scale
         )

@@ -44,20 +44,24 @@ class MarkovHead(nnx.Module):
         return MarkovStep(bias, embedding, state)
 
     def walk(
-        self, previous: Int32[Array, " B"], base: Float32[Array, "B G V"], scale: Float32[Array, " B"]
+        self,
+        previous: Int32[Array, " B"],
+        logits: Float32[Array, "B P V"],
+        noise: Float32[Array, "G V"],
+        scale: Float32[Array, " B"],
     ) -> markov.Walk:
         """All positions of one row in one launch: see `pallas.markov.walk`.
 
         Raises `NotImplementedError` with the reason for what it does not serve.
         """
         head = self.weights["head"][...]
-        if base.shape[0] != 1 or self.kind != "vanilla" or not isinstance(head, gemv.Int8Matrix):
+        if logits.shape[0] != 1 or self.kind != "vanilla" or not isinstance(head, gemv.Int8Matrix):
             raise NotImplementedError(
                 "the walk serves one row and a vanilla head in 8 bits, "
-                f"got {base.shape[0]}, {self.kind}, {type(head).__name__}"
+                f"got {logits.shape[0]}, {self.kind}, {type(head).__name__}"
             )
         table = self.weights["embedding"][...]
-        return markov.walk(base[0], scale[0], previous[0], table, head, implementation="mosaic")
+        return markov.walk(logits[0], noise, scale[0], previous[0], table, head, implementation="mosaic")
 
     def signal(
         self, hidden: Float[Array, "B D"], embedding: Float[Array, "B r"], state: Float[Array, "B r"]

@@ -26,13 +26,20 @@ def _yarn(theta: float, yarn: Yarn, plain: Float[np.ndarray, " half"], dim: int)
     return plain / yarn.factor * ramp + plain * (1 - ramp)
 
 
+def angles(
+    position: Int32[Array, "B T"], rope: Rope, dim: int
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+    """Cosines and sines of each pair's angle at these positions, in float32, times YaRN's factor."""
+    angle = position.astype(jnp.float32)[..., None] * jnp.asarray(frequencies(rope, dim), jnp.float32)[None, None]
+    factor = 1.0 if rope.yarn is None else rope.yarn.attention_factor
+    return factor * jnp.cos(angle), factor * jnp.sin(angle)
+
+
 def rotate(x: Float[Array, "B T *heads C"], position: Int32[Array, "B T"], rope: Rope) -> Float[Array, "B T *heads C"]:
     """Rotates the last axis by each token's position; angles in float32, one rounding."""
     dim = x.shape[-1]
-    angle = position.astype(jnp.float32)[..., None] * jnp.asarray(frequencies(rope, dim), jnp.float32)[None, None]
-    factor = 1.0 if rope.yarn is None else rope.yarn.attention_factor
-    shape = (*angle.shape[:2], *[1] * (x.ndim - 3), dim // 2)
-    cos, sin = (factor * function(angle).reshape(shape) for function in (jnp.cos, jnp.sin))
+    shape = (*position.shape, *[1] * (x.ndim - 3), dim // 2)
+    cos, sin = (table.reshape(shape) for table in angles(position, rope, dim))
     wide = x.astype(jnp.float32)
     first, second = (wide[..., 0::2], wide[..., 1::2]) if rope.interleaved else jnp.split(wide, 2, axis=-1)
     rotated = first * cos - second * sin, second * cos + first * sin

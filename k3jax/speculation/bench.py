@@ -254,8 +254,8 @@ class Parts:
         return self.loaded.drafter.merge(leaves).draft(context, token, rows, embedding, head)
 
     def markov(self, leaves: Any, block: Any, token: Any, rows: Rows, params: Any) -> Proposal:
-        """The drafts of a block, left to right."""
-        return self.loaded.drafter.choose(leaves, block, token, rows, params, self.filters)
+        """The drafts of a block, left to right. Steps of one width look at no confidence."""
+        return self.loaded.drafter.choose(leaves, block, token, rows, params, self.filters)._replace(confidence=None)
 
     def verify(self, cache: K3Cache, state: SpeculativeState, leaves: Any, drafts: Any) -> Verify:
         """The target's pass over the cache, which comes back; the state has none. Donates the cache."""

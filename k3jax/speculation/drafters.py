@@ -17,10 +17,10 @@ from k3jax import sampling
 from k3jax.cache import Rows
 from k3jax.dspark.config import DSparkConfig
 from k3jax.dspark.model import Draft as Block
-from k3jax.dspark.model import Drafted, DSpark, Pools, empty_pools
+from k3jax.dspark.model import DSpark, Pools, empty_pools
 from k3jax.model import K3, LayerTrace
 from k3jax.speculation.acceptance import Rule
-from k3jax.speculation.randomness import DRAFT, ROUGH, admitted, keys, law, pick, scores
+from k3jax.speculation.randomness import DRAFT, ROUGH, admitted, block_noise, keys, law, pick
 from k3jax.speculation.widths import Widths
 from pallas.dispatch import select
 
@@ -32,16 +32,30 @@ class Proposal(NamedTuple):
     """Drafted tokens and the distributions that they were drawn from."""
 
     token: Int32[Array, "B G"]
-    probability: Float32[Array, "B G V"]
+    probability: Float32[Array, "B G V"] | None
+    """None: those of `scores`."""
     confidence: Float[Array, "B G"] | None = None
     """Logits of the chance that each token stands once those before it do; None where nothing is known."""
     context: Context | None = None
     """The drafter's context, where proposing has changed it; None: it is as it was."""
+    scores: Float32[Array, "B G V"] | None = None
+    """What a softmax makes the distributions of; greedy rows drafted the largest. None: they are given as they are."""
+
+    def distributions(self, params: sampling.Sampling) -> Float32[Array, "B G V"]:
+        """What each token was drawn from."""
+        if self.scores is None:
+            assert self.probability is not None
+            return self.probability
+        flat = self.scores.reshape(-1, self.scores.shape[-1])
+        each = jax.tree.map(lambda column: jnp.repeat(column, self.token.shape[1], axis=0), params)
+        return law(flat, flat, each).reshape(self.scores.shape)
 
     def first(self, count: int) -> "Proposal":
         """The first `count` tokens alone."""
-        sure = None if self.confidence is None else self.confidence[:, :count]
-        return Proposal(self.token[:, :count], self.probability[:, :count], sure)
+        some = lambda array: None if array is None else array[:, :count]  # noqa: E731
+        return Proposal(
+            self.token[:, :count], *map(some, (self.probability, self.confidence)), scores=some(self.scores)
+        )
 
 
 class Step(NamedTuple):
@@ -134,15 +148,8 @@ class DSparkDrafter:
         filters: sampling.Filters | None = None,
     ) -> Proposal:
         """The sequential half of `propose`: tokens of a block, left to right."""
-        draft, places = self.merge(leaves), jnp.arange(self.config.block_size, dtype=jnp.int32)
-        noise = jax.vmap(lambda place: keys(params.seed, rows.length, DRAFT, place))(places)
         ways = select(None, mosaic=_in_one_launch, xla=_one_by_one)
-        drafted, kept = ways(draft, block, anchor, params, filters, noise)
-        # Of all tokens at once: the next token's choice does not wait for this one's sum.
-        flat = (array.reshape(-1, array.shape[-1]) for array in (drafted.logits, kept))
-        each = jax.tree.map(lambda column: jnp.repeat(column, kept.shape[1], axis=0), params)
-        probability = draft.over_target_ids(law(*flat, each).reshape(drafted.logits.shape))
-        return Proposal(drafted.token, probability, drafted.confidence)
+        return ways(self.merge(leaves), block, anchor, rows, params, filters)
 
     def extend(self, leaves: tuple[Array, ...], context: Pools, step: Step, rows: Rows) -> Pools:
         """See `Drafter`."""
@@ -153,34 +160,48 @@ def _in_one_launch(
     draft: DSpark,
     block: Block,
     anchor: Int32[Array, " B"],
+    rows: Rows,
     params: sampling.Sampling,
     filters: sampling.Filters | None,
-    noise: Array,
-) -> tuple[Drafted, Float32[Array, "B G V"]]:
-    """A drafted block and the `admitted` logits of its tokens, refusing where filters may be at work."""
+) -> Proposal:
+    """Drafts of one row, refusing where filters may be at work."""
     if filters != sampling.NO_FILTERS:
         raise NotImplementedError("the walk serves requests without filters")
-    base, scale = scores(block.logits, params, noise)
-    drafted = draft.walk(block, anchor, base, scale)
-    return drafted, drafted.logits * scale[:, None, None]
+    if anchor.shape[0] != 1:
+        raise NotImplementedError(f"the walk serves one row, got {anchor.shape[0]}")
+    shape = block.hidden.shape[1], block.padded.shape[2]
+    noise, scale = block_noise(params, rows.length, shape)
+    drafted = draft.walk(block, anchor, noise, scale)
+    return Proposal(drafted.token, None, drafted.confidence, scores=drafted.logits)
 
 
 def _one_by_one(
     draft: DSpark,
     block: Block,
     anchor: Int32[Array, " B"],
+    rows: Rows,
     params: sampling.Sampling,
     filters: sampling.Filters | None,
-    noise: Array,
-) -> tuple[Drafted, Float32[Array, "B G V"]]:
+) -> Proposal:
     """The same for every kind of draft and request."""
     kept = []
+    places = jnp.arange(draft.config.block_size, dtype=jnp.int32)
+    noise = jax.vmap(lambda place: keys(params.seed, rows.length, DRAFT, place))(places)
 
     def choose(k: int, logits: Float[Array, "B V"]) -> Int32[Array, " B"]:
         kept.append(admitted(logits, params, filters, ROUGH))
         return pick(logits, kept[-1], params, noise[k])
 
-    return draft.sample(block, anchor, choose), jnp.stack(kept, axis=1)
+    drafted = draft.sample(block, anchor, choose)
+    if filters == sampling.NO_FILTERS and not draft.reduced:
+        random = (params.temperature >= sampling.GREEDY_BELOW)[:, None, None]
+        scores = jnp.where(random, jnp.stack(kept, axis=1), drafted.logits)
+        return Proposal(drafted.token, None, drafted.confidence, scores=scores)
+    # Of all tokens at once: the next token's choice does not wait for this one's sum.
+    flat = (array.reshape(-1, array.shape[-1]) for array in (drafted.logits, jnp.stack(kept, axis=1)))
+    each = jax.tree.map(lambda column: jnp.repeat(column, len(kept), axis=0), params)
+    probability = draft.over_target_ids(law(*flat, each).reshape(drafted.logits.shape))
+    return Proposal(drafted.token, probability, drafted.confidence)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,8 @@ from k3jax.speculation.drafters import Drafter, Proposal, Step
 from k3jax.speculation.randomness import ACCEPT, FOLLOW, distribution, draw, keys, uniforms
 from k3jax.speculation.state import Block, SpeculativeState
 from k3jax.step import Graph
+from pallas import acceptance as kernels
+from pallas.dispatch import select
 
 
 class Verified(NamedTuple):
@@ -70,6 +72,25 @@ class Judged(NamedTuple):
 
     block: Block
     goes_on: Bool[Array, " B"]
+    after: "After | None" = None
+    """None: what follows from the two."""
+
+
+class After(NamedTuple):
+    """The numbers of each row after a block."""
+
+    length: Int32[Array, " B"]
+    running: Int32[Array, " B"]
+    """1 for rows that go on."""
+    anchor: Int32[Array, " B"]
+    remaining: Int32[Array, " B"]
+
+    @classmethod
+    def of(cls, state: SpeculativeState, judged: Judged) -> "After":
+        """From what stands."""
+        count = judged.block.count
+        anchor = jnp.take_along_axis(judged.block.token, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+        return cls(state.rows.length + count, judged.goes_on.astype(jnp.int32), anchor, state.remaining - count)
 
 
 def judge(
@@ -81,11 +102,65 @@ def judge(
     limit: Int32[Array, " B"] | None = None,
 ) -> Judged:
     """Accepts drafts and draws the token that follows them. Of each row the first `limit` drafts take part."""
+    ways = select(None, mosaic=by_kernels, xla=portable)
+    return ways(logits, proposal, state, given, options, _limit(given, limit, state.rows.length, logits.shape[1] - 1))
+
+
+def by_kernels(
+    logits: Float32[Array, "B W V"],
+    proposal: Proposal,
+    state: SpeculativeState,
+    given: Given,
+    options: Options,
+    limit: Int32[Array, " B"],
+) -> Judged:
+    """`judge` in three launches, refusing where more than penalties and temperature may be at work."""
+    if options.filters != sampling.NO_FILTERS or given.rules is not None or proposal.scores is None:
+        raise NotImplementedError("acceptance by kernels serves drafts of known scores, without filters and rules")
+    params, history = given.params, state.history
+    stands = kernels.judge(
+        options.rule,
+        logits,
+        proposal.scores,
+        proposal.token,
+        kernels.Requests(
+            temperature=params.temperature,
+            repetition=params.repetition_penalty,
+            frequency=params.frequency_penalty,
+            presence=params.presence_penalty,
+            seed=params.seed,
+            stop_ids=given.stop_ids,
+        ),
+        kernels.Seen(
+            prompt=history.prompt,
+            count=history.count,
+            position=state.rows.length,
+            running=state.rows.query_length,
+            remaining=state.remaining,
+            limit=limit,
+        ),
+        (ACCEPT, FOLLOW),
+    )
+    top = _top(logits, given, options.top)
+    block = Block(stands.token, stands.logprob, stands.count, stands.accepted, stands.finite, stands.verified, top)
+    after = After(stands.position, stands.running, stands.anchor, stands.remaining)
+    return Judged(block, stands.goes_on, after)
+
+
+def portable(
+    logits: Float32[Array, "B W V"],
+    proposal: Proposal,
+    state: SpeculativeState,
+    given: Given,
+    options: Options,
+    limit: Int32[Array, " B"],
+) -> Judged:
+    """`judge` for every kind of draft and request."""
     running, position, width = state.rows.query_length > 0, state.rows.length, logits.shape[1]
-    seed, limit = given.params.seed, _limit(given, limit, position, width - 1)
+    seed, drafted = given.params.seed, proposal.distributions(given.params)
     probability = target_distributions(logits, proposal.token, state, given, options.filters)
     chance = uniforms(seed, position, ACCEPT, width - 1)
-    accepted = acceptance.accept(options.rule, probability, proposal.probability, proposal.token, chance, limit)
+    accepted = acceptance.accept(options.rule, probability, drafted, proposal.token, chance, limit)
     following = draw(accepted.following, keys(seed, position, FOLLOW))
     # Token by token first, which is the shape of the other passes over the logits.
     finite = jnp.all(jnp.all(jnp.isfinite(logits), axis=2), axis=1) | ~running
@@ -183,12 +258,13 @@ def commit(
     committed = dataclasses.replace(state.rows, query_length=count)
     cache = graph.place(graph.commit(verified.cache, committed, count))
     assert cache is not None
+    after = After.of(state, judged) if judged.after is None else judged.after
     return SpeculativeState(
         cache=cache,
         context=drafter.extend(draft_leaves, state.context, Step(verified.ids, verified.trace), committed),
-        rows=dataclasses.replace(committed.advance(), query_length=judged.goes_on.astype(jnp.int32)),
-        token=jnp.take_along_axis(block.token, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0],
-        remaining=state.remaining - count,
+        rows=dataclasses.replace(committed, length=after.length, query_length=after.running),
+        token=after.anchor,
+        remaining=after.remaining,
         history=_append(state.history, block),
     )
 

@@ -17,6 +17,8 @@ from pallas import timing
 
 THREADS = 6
 """Programs that are turned into machine code at the same time."""
+GRAPHS = {"xla_gpu_graph_min_graph_size": 1}
+"""A part of a few launches is captured in a graph too, as it is within the step, where it has thousands beside it."""
 TOP_P = ", top-p"
 """Marks a part that filters, as it does for settings with top-p."""
 FILTERED = sampling.Filters(top_k=False, top_p=True, min_p=False)
@@ -59,7 +61,7 @@ class Programs:
 
     def _compile(self, name: str, program: Any) -> None:
         try:
-            self._compiled[name].set_result(program.compile())
+            self._compiled[name].set_result(program.compile(GRAPHS if jax.default_backend() == "gpu" else None))
         except Exception as error:  # likewise
             self._compiled[name].set_exception(error)
 

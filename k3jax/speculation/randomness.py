@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from k3jax import sampling
+from pallas import markov
+from pallas.dispatch import select
 
 ROUGH = 3
 """Digits that a draft's filters are found to: its distribution may be any, as long as it is the one drawn from."""
@@ -72,17 +74,30 @@ def _random(params: sampling.Sampling) -> Bool[Array, "B 1"]:
     return (params.temperature >= sampling.GREEDY_BELOW)[:, None]
 
 
-def scores(
-    logits: Float32[Array, "B G V"], params: sampling.Sampling, row_keys: Array
-) -> tuple[Float32[Array, "B G V"], Float32[Array, " B"]]:
-    """Base and scale: of base + scale * bias the largest is what `pick` picks at place k of logits + bias, unfiltered.
+def block_noise(
+    params: sampling.Sampling, position: Int32[Array, " B"], shape: tuple[int, int]
+) -> tuple[Float32[Array, "G V"], Float32[Array, " B"]]:
+    """Noise of one row's drafts and what its logits are multiplied by; none, and nothing, for a greedy row.
 
-    `row_keys` [G, B].
+    Of logits * scale + noise the largest is what `pick` picks at each place, without filters.
     """
-    random = _random(params)
+    return select(None, mosaic=_noise_by_kernel, xla=_noise)(params, position, shape)
+
+
+def _noise_by_kernel(
+    params: sampling.Sampling, position: Int32[Array, " 1"], shape: tuple[int, int]
+) -> tuple[Float32[Array, "G V"], Float32[Array, " 1"]]:
+    return markov.noise(params.seed, position, params.temperature, DRAFT, shape)
+
+
+def _noise(
+    params: sampling.Sampling, position: Int32[Array, " 1"], shape: tuple[int, int]
+) -> tuple[Float32[Array, "G V"], Float32[Array, " 1"]]:
+    places, random = jnp.arange(shape[0], dtype=jnp.int32), _random(params)
+    row_keys = jax.vmap(lambda place: keys(params.seed, position, DRAFT, place)[0])(places)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, shape[1:]))(row_keys)
     scale = jnp.where(random[:, 0], 1 / jnp.maximum(params.temperature, sampling.GREEDY_BELOW), 1.0)
-    noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[2:])))(row_keys).swapaxes(0, 1)
-    return logits * scale[:, None, None] + jnp.where(random[..., None], noise, 0.0), scale
+    return jnp.where(random, noise, 0.0), scale
 
 
 def draw(probability: Float32[Array, "B V"], row_keys: Array) -> Int32[Array, " B"]:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Float32, Int8
 from pallas import inline, warp_product
 from pallas.dispatch import BLACKWELL, HOPPER, MULTIPROCESSORS, multiprocessors, require_capability
 from pallas.gemv import widen, xla
+from pallas.gemv.finish import Finish
 from pallas.gemv.int8 import BOX, Int8Matrix
 from pallas.transposed_store import emulated_store, store
 
@@ -73,10 +74,11 @@ class Settings:
         return self.members * self.slices * (BOX if narrow else DEPTH)
 
 
-def settings_for(rows: Sequence[int], depth: int, *, narrow: bool = False) -> Settings:
+def settings_for(rows: Sequence[int], depth: int, *, narrow: bool = False, whole: bool = False) -> Settings:
     """The cut of the shortest expected time, and tiles of their own for shallow matrices.
 
-    Matrices of few tiles are cut into lower ones, so that every block gets as many, or along their depth.
+    Matrices of few tiles are cut into lower ones, so that every block gets as many, or along their depth; if `whole`,
+    not along their depth, and into tiles that do not overlap.
     """
     blocks = multiprocessors()
     if depth <= SHALLOW:
@@ -85,6 +87,8 @@ def settings_for(rows: Sequence[int], depth: int, *, narrow: bool = False) -> Se
     kinds = itertools.product(SLICES, HEIGHTS)
     cuts = [Settings(slices=slices, height=height, blocks=blocks) for slices, height in kinds]
     usable = [cut for cut in cuts if depth % cut.unit(narrow=narrow) == 0]
+    if whole:
+        usable = [cut for cut in usable if cut.slices == 1 and not any(count % cut.height for count in rows)]
 
     def expected_us(cut: Settings) -> float:
         tiles = sum(-(-count // cut.height) for count in rows)
@@ -103,8 +107,13 @@ def matmuls(
     interpret: Any = None,
     settings: Settings | None = None,
     scales: Sequence[Float32[Array, " _"]] = (),
-) -> tuple[Float[Array, "M _"], ...]:
-    """`api.matmuls`; `scales` of the outputs where the weights are int8."""
+    *,
+    added: bool = True,
+) -> tuple[Float[Array, "*slices M _"], ...]:
+    """`api.matmuls`; `scales` of the outputs where the weights are int8.
+
+    Without `added`: the slices' sums [slices, M, _], yet to be added and rounded.
+    """
     tokens, depth = x.shape
     sizes = tuple(matrix.shape[0] for matrix in weights)
     dtypes = tuple(dtypes or (x.dtype,) * len(sizes))
@@ -118,7 +127,7 @@ def matmuls(
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     x = widen.to_half(x) if narrow else x
     kinds = (jnp.dtype(jnp.float32),) * len(sizes) if cut.slices > 1 else dtypes
-    call = _Call(
+    call = Call(
         tokens=tokens,
         columns=columns,
         sizes=sizes,
@@ -128,7 +137,9 @@ def matmuls(
         narrow=narrow,
         emulated=interpret is not None,
     )
-    sums = _kernel(call, interpret)(x, *weights, *scales)
+    sums = kernel(call, interpret)(x, *weights, *scales)
+    if not added:
+        return tuple(sums)
     return tuple(jnp.sum(part, axis=0).astype(dtype) for part, dtype in zip(sums, dtypes))
 
 
@@ -148,7 +159,7 @@ def require_supported(x: jax.Array, weights: jax.Array, cut: Settings, *, narrow
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class Call:
     """Sizes of a call."""
 
     tokens: int
@@ -160,6 +171,10 @@ class _Call:
     cut: Settings
     narrow: bool
     emulated: bool
+    finish: Finish | None = None
+    """What becomes of the sums of the one matrix; nothing else than rounding, if there is none."""
+    heads: int = 1
+    """Parts of the outputs that have inputs of their own, of as many channels of x each."""
 
     @property
     def kind(self) -> Any:
@@ -192,6 +207,14 @@ class _Call:
         return self.ends[-1] * self.cut.slices
 
     @property
+    def out_types(self) -> list[jax.ShapeDtypeStruct]:
+        """Of the kernel."""
+        if self.finish:
+            return self.finish.outputs(self.sizes[0], self.cut.height)
+        kinds = zip(self.sizes, self.dtypes)
+        return [jax.ShapeDtypeStruct((self.cut.slices, self.tokens, rows), dtype) for rows, dtype in kinds]
+
+    @property
     def layout(self) -> Any:
         """How a finished part lies in registers."""
         strided = plgpu.Layout.WG_STRIDED((self.share, self.columns), vec_size=1)
@@ -201,11 +224,13 @@ class _Call:
 class _Warpgroup:
     """The work of one warpgroup of a block; built inside the kernel."""
 
-    def __init__(self, call: _Call, x: Any, refs: tuple[Any, ...], smem: dict[str, Any]) -> None:
+    def __init__(self, call: Call, x: Any, refs: tuple[Any, ...], smem: dict[str, Any]) -> None:
         count, cut = len(call.sizes), call.cut
         self.call, self.x, self.smem = call, x, smem
-        self.matrices, self.outputs = refs[:count], refs[len(refs) - count :]
-        self.scales = refs[count : len(refs) - count]
+        behind = len(refs) - len(call.out_types)
+        scaled = 2 * count if call.narrow else count
+        self.matrices, self.scales, self.extras = refs[:count], refs[count:scaled], refs[scaled:behind]
+        self.outputs = refs[behind:]
         self.group, block = lax.axis_index("group"), lax.axis_index("block")
         self.worker = block if cut.shared else self.group * cut.blocks + block
         shared = (self.group, self.group * call.share) if cut.shared else (jnp.int32(0), jnp.int32(0))
@@ -231,10 +256,10 @@ class _Warpgroup:
             tile, piece = lax.div(item, jnp.int32(cut.slices)), lax.rem(item, jnp.int32(cut.slices))
             slot = self.slot(stage)
             step = (piece * call.parts + lax.rem(stage, jnp.int32(call.parts))) * cut.members + self.member
-            inputs = pl.ds(step * call.box, call.box)
+            channels = inputs = pl.ds(step * call.box, call.box)
 
             def read(index: int, row: jax.Array) -> None:
-                source = self.matrices[index].at[pl.ds(row, cut.height), inputs]
+                source = self.matrices[index].at[pl.ds(row, cut.height), channels]
                 target = smem["left"].at[slot]
                 target = target if cut.height == ROWS else target.at[pl.ds(0, cut.height)]
                 plgpu.copy_gmem_to_smem(source, target, smem["full"].at[slot])
@@ -242,6 +267,9 @@ class _Warpgroup:
             self.choose(tile, read)
             # From a row that the tracer does not know to be the first: x may have fewer.
             rows = pl.ds(lax.rem(stage, jnp.int32(1)), call.columns)
+            if call.heads > 1:
+                head = lax.div(tile * cut.height, jnp.int32(call.sizes[0] // call.heads))
+                inputs = pl.ds(head * (self.x.shape[1] // call.heads) + step * call.box, call.box)
             plgpu.copy_gmem_to_smem(self.x.at[rows, inputs], smem["right"].at[slot], smem["full"].at[slot])
 
     def slot(self, stage: jax.Array) -> jax.Array:
@@ -311,36 +339,46 @@ class _Warpgroup:
         loads = [plgpu.load(sums.at[buffer, i, mine], layout=layout) for i in range(self.call.cut.groups)]
         return sum(loads[1:], loads[0])
 
-    def one_tile(self, item: jax.Array, _: None) -> None:
-        """Sums, scales and stores the `item`-th tile of this worker."""
-        call, cut = self.call, self.call.cut
+    def one_tile(self, item: jax.Array, prepared: Any) -> None:
+        """Sums, scales and stores the `item`-th tile of this worker; `prepared` serves all of them."""
+        call, cut, finish = self.call, self.call.cut, self.call.finish
         number = self.worker + item * cut.workers
         tile, piece = lax.div(number, jnp.int32(cut.slices)), lax.rem(number, jnp.int32(cut.slices))
-        factor = self.multipliers(tile) if call.narrow else None  # long before it is needed
+        # Long before they are needed.
+        factor = self.multipliers(tile) if call.narrow else None
+        first = jnp.minimum(tile * cut.height, call.sizes[0] - cut.height)
+        begun = finish.begin(self, first) if finish else None
         result = self.tile_sum(item)
         if cut.shared:
             result = self.joined(lax.rem(item, jnp.int32(2)), result)
         if factor is not None:
             result = result * (factor * widen.HALF_SCALE)
+        if finish:
+            finish.put(self, (prepared, begun), item, first, result)
+            return
         put = emulated_store if call.emulated else store
 
         def write(index: int, row: jax.Array) -> None:
             target = self.outputs[index].at[piece, :, pl.ds(row, cut.height)]
             limit = None if cut.height == ROWS else cut.height
-            put(target, None, self.first_row, result.astype(call.dtypes[index]), call.layout, limit=limit)
+            kind = call.dtypes[index]
+            rounded = widen.to_half(result) if kind == jnp.float16 else result.astype(kind)
+            put(target, None, self.first_row, rounded, call.layout, limit=limit)
 
         self.choose(tile, write)
 
     def run(self) -> None:
         """All tiles of this worker."""
-        call = self.call
+        call, finish = self.call, self.call.finish
         for stage in range(call.cut.stages):
             self.fetch(jnp.int32(stage))
+        prepared = finish.prepare(self) if finish else None
         items = lax.div(jnp.int32(call.total - 1) - self.worker + call.cut.workers, jnp.int32(call.cut.workers))
-        lax.fori_loop(0, items, self.one_tile, None)
+        lax.fori_loop(0, items, lambda item, _: self.one_tile(item, prepared), None)
 
 
-def _kernel(call: _Call, interpret: Any) -> Any:
+def kernel(call: Call, interpret: Any) -> Any:
+    """Takes x, matrices, their scales, what `finish` asks for."""
     cut, smem = call.cut, plgpu.SMEM
     buffers = cut.groups * cut.stages
     left = {"transforms": widen.SWIZZLED if call.narrow else WIDE}
@@ -350,9 +388,7 @@ def _kernel(call: _Call, interpret: Any) -> Any:
     }
     return plgpu.kernel(
         lambda x, *refs, **scratch: _Warpgroup(call, x, refs, scratch).run(),
-        out_type=[
-            jax.ShapeDtypeStruct((cut.slices, call.tokens, rows), dtype) for rows, dtype in zip(call.sizes, call.dtypes)
-        ],
+        out_type=call.out_types,
         grid=(cut.blocks,),
         grid_names=("block",),
         num_threads=cut.groups,
@@ -362,6 +398,7 @@ def _kernel(call: _Call, interpret: Any) -> Any:
             "right": smem((buffers, call.columns, call.box), call.kind, transforms=WIDE),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=buffers),
             **(joint if cut.shared else {}),
+            **(call.finish.scratch(cut.groups) if call.finish else {}),
         },
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True

@@ -10,14 +10,15 @@ from pallas.markov import mosaic, xla
 
 
 class Walk(NamedTuple):
-    """Tokens of a row, and the bias that each was drawn under."""
+    """Tokens of a row, and the scores that each was drawn from, before noise."""
 
     token: Int32[Array, " G"]
-    bias: Float32[Array, "G V"]
+    score: Float32[Array, "G V"]
 
 
 def walk(
-    base: Float32[Array, "G V"],
+    logits: Float32[Array, "P V"],
+    noise: Float32[Array, "G V"],
     scale: Float32[Array, ""],
     anchor: Int32[Array, ""],
     embedding: Float[Array, "V r"],
@@ -25,9 +26,10 @@ def walk(
     *,
     implementation: Implementation = None,
 ) -> Walk:
-    """Token k is argmax(base[k] + scale * bias[k]), bias[k] = head @ embedding[token k - 1]; token -1 is the anchor.
+    """Token k is argmax(score[k] + noise[k]), score[k] = scale * (logits[k] + head @ embedding[token k - 1]).
 
-    Of equal scores the lower token counts. `base` are logits times `scale`; Gumbel noise in it makes the argmax a draw.
-    A kernel serves ranks of 128 and 256 and embeddings of bfloat16.
+    Token -1 is the anchor. Of equal ones the lower token counts. Rows of `logits` behind the last place of `noise` are
+    not looked at. A kernel serves ranks of 128 and 256 and embeddings of bfloat16.
     """
-    return Walk(*select(implementation, mosaic=mosaic.on_gpu, xla=xla.walk)(base, scale, anchor, embedding, head))
+    backends = select(implementation, mosaic=mosaic.on_gpu, xla=xla.walk)
+    return Walk(*backends(logits, noise, scale, anchor, embedding, head))

@@ -25,8 +25,8 @@ class Shape(NamedTuple):
 
     @property
     def bytes_moved(self) -> int:
-        """Head and scales read once for each token, as a kernel for one would; base read and biases written."""
-        return self.tokens * self.vocabulary * (self.rank + 12)
+        """Head and scales read once for each token, as for one alone; logits and noise read, scores written."""
+        return self.tokens * self.vocabulary * (self.rank + 16)
 
 
 K3, SMALL = Shape(7, 163840, 256), Shape(3, 328, 128)
@@ -34,21 +34,22 @@ K3, SMALL = Shape(7, 163840, 256), Shape(3, 328, 128)
 
 @functools.partial(jax.jit, static_argnums=0)
 def draw(shape: Shape, seed: int = 0) -> tuple[Any, ...]:
-    """Random arguments of `walk`: noise and biases of about the same size."""
-    keys = jax.random.split(jax.random.key(seed), 3)
-    base = jax.random.gumbel(keys[0], (shape.tokens, shape.vocabulary))
-    table, head = (jax.random.normal(key, (shape.vocabulary, shape.rank), jnp.bfloat16) for key in keys[1:])
-    return base, jnp.float32(shape.rank**-0.5), jnp.int32(shape.vocabulary - 1), table, gemv.quantize(head)
+    """Random arguments of `walk`: logits, noise and biases of about the same size."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    logits = jax.random.normal(keys[3], (shape.tokens + 1, shape.vocabulary)) * 16
+    noise = jax.random.gumbel(keys[0], (shape.tokens, shape.vocabulary))
+    table, head = (jax.random.normal(key, (shape.vocabulary, shape.rank), jnp.bfloat16) for key in keys[1:3])
+    return logits, noise, jnp.float32(shape.rank**-0.5), jnp.int32(shape.vocabulary - 1), table, gemv.quantize(head)
 
 
 def gate(implementation: Implementation = None) -> list[Check]:
-    """Tokens and biases against the portable walk."""
+    """Tokens and scores against the portable walk."""
     shape = K3 if jax.default_backend() == "gpu" else SMALL
     checks = []
     for seed in range(3):
         inputs = draw(shape, seed)
         ours, other = (jax.jit(functools.partial(api.walk, implementation=i))(*inputs) for i in (implementation, "xla"))
-        checks.append(Check(f"biases, draw {seed}", timing.relative_rms(ours.bias, other.bias), 1e-5))
+        checks.append(Check(f"scores, draw {seed}", timing.relative_rms(ours.score, other.score), 1e-5))
         checks.append(Check(f"tokens, draw {seed}", float(jnp.sum(ours.token != other.token)), 0.0))
     return checks
 
@@ -56,9 +57,9 @@ def gate(implementation: Implementation = None) -> list[Check]:
 def chain(implementation: Implementation) -> Callable[..., jax.Array]:
     """A program of walks, each of which begins where the last one ended."""
 
-    def run(anchor: jax.Array, base: Any, scale: Any, table: Any, head: Any) -> jax.Array:
+    def run(anchor: jax.Array, logits: Any, noise: Any, scale: Any, table: Any, head: Any) -> jax.Array:
         for _ in range(CALLS):
-            anchor = api.walk(base, scale, anchor, table, head, implementation=implementation).token[-1]
+            anchor = api.walk(logits, noise, scale, anchor, table, head, implementation=implementation).token[-1]
         return anchor
 
     return jax.jit(run)
@@ -66,8 +67,8 @@ def chain(implementation: Implementation) -> Callable[..., jax.Array]:
 
 def measure() -> Iterator[Measurement]:
     """Times the walk on the present GPU, beside one product and one argmax at a time."""
-    base, scale, anchor, table, head = draw(K3)
-    rest = base, scale, table, head
+    logits, noise, scale, anchor, table, head = draw(K3)
+    rest = logits, noise, scale, table, head
     runs = compiling({kind: (chain(kind), (anchor, *rest)) for kind in (None, "xla")})
 
     def time(kind: Implementation) -> float:

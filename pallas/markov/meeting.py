@@ -17,8 +17,8 @@ SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=WHOLE)
 
 
 def words(steps: int) -> Any:
-    """32-bit words of device memory, zero at the start: for each step a key of 64 bits, then for each a count."""
-    return plgpu.SemaphoreType.REGULAR((3 * steps,))
+    """32-bit words of device memory, zero at the start: for each step a key of 64 bits, a count, and one unused."""
+    return plgpu.SemaphoreType.REGULAR((4 * steps,))
 
 
 def scratch(groups: int, steps: int, *, emulated: bool) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _clear(cells: Any, count: int) -> None:
 
 
 MEET = """{{
-.reg .pred p, q; .reg .b32 m, u, t, lo, hi, i, cell; .reg .b64 key, other, place;
+.reg .pred p, q; .reg .b32 m, u, t, lo, hi, i, cell; .reg .b64 key, other, place; .reg .b128 both;
 mov.u32 i, %tid.x;
 shr.s32 m, $1, 31; or.b32 m, m, 0x80000000; xor.b32 u, $1, m; not.b32 t, $3; mov.b64 key, {{t, u}};
 shr.s32 m, $2, 31; or.b32 m, m, 0x80000000; xor.b32 u, $2, m; not.b32 t, $4; mov.b64 other, {{t, u}};
@@ -89,28 +89,29 @@ mov.b64 other, {{lo, hi}}; max.u64 key, key, other;
 shl.b32 t, $5, 3; add.u32 cell, $6, t;
 and.b32 t, i, 31; setp.eq.u32 p, t, 0; @p red.shared.max.u64 [cell], key;
 barrier.cta.sync 0;
-setp.eq.u32 p, i, 0; cvt.u64.u32 place, $5; shl.b64 place, place, 3; add.u64 place, place, $7;
+setp.eq.u32 p, i, 0; cvt.u64.u32 place, $5; shl.b64 place, place, 4; add.u64 place, place, $7;
 @p ld.shared.u64 key, [cell];
 @p red.relaxed.gpu.global.max.u64 [place], key;
-cvt.u64.u32 other, $5; shl.b64 other, other, 2; add.u64 other, other, $7; add.u64 other, other, {counts};
-@p red.release.gpu.global.add.u32 [other], 1;
+@p red.release.gpu.global.add.u32 [place+8], 1;
 shr.u32 t, i, 7; shl.b32 t, t, 2; add.u32 cell, $6, t;
 and.b32 t, i, 127; setp.ne.u32 q, t, 0; @q bra THERE;
-WAIT: ld.acquire.gpu.global.u32 t, [other]; setp.lt.u32 p, t, {blocks}; @p bra WAIT;
-ld.relaxed.gpu.global.b64 key, [place]; mov.b64 {{lo, hi}}, key; not.b32 lo, lo; st.shared.b32 [cell+{told}], lo;
+WAIT: ld.acquire.gpu.global.b128 both, [place]; mov.b128 {{key, other}}, both;
+cvt.u32.u64 t, other; setp.lt.u32 p, t, {blocks}; @p bra WAIT;
+mov.b64 {{lo, hi}}, key; not.b32 lo, lo; st.shared.b32 [cell+{told}], lo;
 THERE: bar.warp.sync 0xffffffff; barrier.cta.sync $8, 128; ld.shared.b32 $0, [cell+{told}];
 }}"""
 """A score's bits, ordered as unsigned numbers, above the token's complement: the largest key is the best of all.
 
 Lanes with the first column take the larger of their two, warps the largest of lanes, the block that of warps, and one
-thread adds it to the grid's. $1 to $4: scores and tokens; $5: step; $6, $7: shared and device memory; $8: barrier.
+thread adds it to the grid's. Key and count are read at once, so the last count comes with the last key. $1 to $4:
+scores and tokens; $5: step; $6, $7: shared and device memory; $8: barrier.
 """
 
 
 def _meet(
     cut: Any, steps: int, cells: Any, shared: Any, step: jax.Array, score: jax.Array, token: jax.Array
 ) -> jax.Array:
-    text = MEET.format(counts=8 * steps, blocks=cut.blocks, told=8 * steps)
+    text = MEET.format(blocks=cut.blocks, told=8 * steps)
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), WHOLE, layout, layout), return_type=SCALAR)

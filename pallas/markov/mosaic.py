@@ -61,7 +61,8 @@ class _Warpgroup:
 
     def __init__(self, cut: Settings, emulated: bool, refs: tuple[Any, ...], smem: dict[str, Any]) -> None:
         self.cut, self.emulated, self.smem = cut, emulated, smem
-        self.base, self.scale, self.anchor, self.embedding, self.codes, self.factors, self.token, self.bias = refs
+        self.logits, self.noise, self.scale, self.anchor, self.embedding, self.codes, self.factors = refs[:7]
+        self.token, self.score = refs[7:]
         self.outputs, rank = self.codes.shape
         self.boxes = rank // BOX
         self.group, self.block = lax.axis_index("group"), lax.axis_index("block")
@@ -131,21 +132,22 @@ class _Warpgroup:
         return pl.run_scoped(scope, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
 
     def visit(self, step: jax.Array, scale: jax.Array, visit: jax.Array, best: tuple) -> tuple:
-        """A tile of a step: its bias, and the best score so far with its token, in the first column."""
+        """A tile of a step: its scores, and the best with noise so far with its token, in the first column."""
         row, slot = self.first_row(step, visit), self.slot(step, visit)
         by_row = widen.emulated_by_row if self.emulated else widen.by_row
         factor = by_row(self.factors, row, (ROWS, COLUMNS), LAYOUT)  # long before they are needed
-        base = by_row(self.base.at[step], row, (ROWS, COLUMNS), LAYOUT)
+        logits, noise = (by_row(x.at[step], row, (ROWS, COLUMNS), LAYOUT) for x in (self.logits, self.noise))
         arrives = (step == 0) | (visit >= self.cut.slots)
         pl.when(arrives)(partial(plgpu.barrier_wait, self.smem["full"].at[slot]))
         bias = self.products(slot) * (factor * widen.HALF_SCALE)
         if not self.emulated:
             inline.synchronize()  # every warp has read the tile
         self.fetch(step, visit + self.cut.slots)
-        target = self.bias.at[pl.ds(step, 1), pl.ds(row, ROWS)]
-        (emulated_store if self.emulated else store)(target, None, 0, bias, LAYOUT)
+        score = (logits + bias) * scale
+        target = self.score.at[pl.ds(step, 1), pl.ds(row, ROWS)]
+        (emulated_store if self.emulated else store)(target, None, 0, score, LAYOUT)
         iota = lax.broadcasted_iota if self.emulated else partial(plgpu.broadcasted_iota, layout=LAYOUT)
-        return _better(best, (base + bias * scale, iota(jnp.int32, (ROWS, COLUMNS), 0) + row))
+        return _better(best, (score + noise, iota(jnp.int32, (ROWS, COLUMNS), 0) + row))
 
     def start(self) -> tuple:
         """A score below all."""
@@ -205,7 +207,8 @@ def _better(one: tuple, other: tuple) -> tuple:
 
 
 def walk(
-    base: Float32[Array, "G V"],
+    logits: Float32[Array, "P V"],
+    noise: Float32[Array, "G V"],
     scale: Float32[Array, ""],
     anchor: Int32[Array, ""],
     embedding: Float[Array, "V r"],
@@ -215,7 +218,7 @@ def walk(
     settings: Settings | None = None,
 ) -> tuple[Int32[Array, " G"], Float32[Array, "G V"]]:
     """`api.walk` with the head's codes and scales."""
-    steps, (outputs, rank) = base.shape[0], codes.shape
+    steps, (outputs, rank) = noise.shape[0], codes.shape
     require_supported(embedding, codes)
     cut, smem = settings or Settings.fitting(rank), plgpu.SMEM
     boxes = rank // BOX
@@ -245,7 +248,7 @@ def walk(
         interpret=interpret,
         kernel_name="markov_walk",
     )
-    return tuple(kernel(base, scale[None], anchor[None], embedding, codes, factors))
+    return tuple(kernel(logits, noise, scale[None], anchor[None], embedding, codes, factors))
 
 
 def require_supported(embedding: jax.Array, codes: jax.Array) -> None:
@@ -261,7 +264,8 @@ def require_supported(embedding: jax.Array, codes: jax.Array) -> None:
 
 
 def on_gpu(
-    base: Float32[Array, "G V"],
+    logits: Float32[Array, "P V"],
+    noise: Float32[Array, "G V"],
     scale: Float32[Array, ""],
     anchor: Int32[Array, ""],
     embedding: Float[Array, "V r"],
@@ -271,4 +275,4 @@ def on_gpu(
     require_hopper("markov mosaic")
     if (there := multiprocessors()) < MULTIPROCESSORS:
         raise NotImplementedError(f"markov mosaic needs {MULTIPROCESSORS} multiprocessors, this GPU has {there}")
-    return walk(base, scale, anchor, embedding, head.codes, head.scale)
+    return walk(logits, noise, scale, anchor, embedding, head.codes, head.scale)

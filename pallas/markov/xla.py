@@ -9,7 +9,8 @@ from pallas.gemv.int8 import Int8Matrix
 
 
 def walk(
-    base: Float32[Array, "G V"],
+    logits: Float32[Array, "P V"],
+    noise: Float32[Array, "G V"],
     scale: Float32[Array, ""],
     anchor: Int32[Array, ""],
     embedding: Float[Array, "V r"],
@@ -17,9 +18,10 @@ def walk(
 ) -> tuple[Int32[Array, " G"], Float32[Array, "G V"]]:
     """See `pallas.markov.walk`."""
 
-    def one(previous: Int32[Array, ""], base: Float32[Array, " V"]) -> tuple[Int32[Array, ""], tuple[Array, Array]]:
+    def one(previous: Int32[Array, ""], row: tuple[Array, Array]) -> tuple[Int32[Array, ""], tuple[Array, Array]]:
         (bias,) = xla.matmuls(embedding[previous][None], (head,), (jnp.dtype(jnp.float32),))
-        token = jnp.argmax(base + scale * bias[0]).astype(jnp.int32)
-        return token, (token, bias[0])
+        score = (row[0] + bias[0]) * scale
+        token = jnp.argmax(score + row[1]).astype(jnp.int32)
+        return token, (token, score)
 
-    return jax.lax.scan(one, anchor, base)[1]
+    return jax.lax.scan(one, anchor, (logits[: noise.shape[0]], noise))[1]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas.dispatch import BLACKWELL, HOPPER, require_capability
-from pallas.mla import mosaic_decode, mosaic_join, mosaic_plan, mosaic_prefill, xla
+from pallas.mla import mosaic_decode, mosaic_plan, mosaic_prefill, xla
 from pallas.precision import einsum
 
 
@@ -55,7 +55,7 @@ def attend_pages(
 
     The last channels of `shared`, as many as the latents have beyond `rank`, meet the key that heads share.
     """
-    parts = mosaic_decode.attend(
+    return mosaic_decode.attend(
         absorbed,
         shared,
         pool,
@@ -69,7 +69,6 @@ def attend_pages(
         settings=settings,
         interpret=interpret,
     )
-    return mosaic_join.join(*parts, length, shared.shape[1], settings, interpret)
 
 
 def prefill(*args: Array, scale: float) -> Float[Array, "B T H V"]:

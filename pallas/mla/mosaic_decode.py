@@ -7,7 +7,8 @@ tensor-core product and queries on the short one, so that few queries cost littl
 
 A block takes one part of one row's tokens for one group of N queries, or a few parts one after another where there are
 many rows. One warpgroup computes scores and softmax, two hold half of the latent channels of O^T each, a fourth fetches
-tiles. Parts depend on the row's own length alone, never on its neighbours. A second kernel joins the parts.
+tiles. Parts depend on the row's own length alone, never on its neighbours. Where all blocks of a call are resident at
+once, they join the parts in the same launch (`mosaic_meet`, `mosaic_share`), elsewhere a second one does.
 """
 
 import dataclasses
@@ -18,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
-from pallas.mla import mosaic_plan
+from pallas.mla import mosaic_join, mosaic_meet, mosaic_plan, mosaic_share, mosaic_signals
 from pallas.mla import mosaic_roles as roles
 from pallas.mla.mosaic_plan import (
     CHUNK,
@@ -33,10 +34,10 @@ from pallas.mla.mosaic_plan import (
     Plan,
     Settings,
     part_tiles,
+    parts_of,
 )
 
 ARGUMENTS = ("absorbed", "shared", "pool", "table", "starts", "lengths", "scales", "mixed", "stats")
-BUFFERS = ("queries", "tiles", "shares", "raised", "shrinks", "tops", "asked", "full", "scored", "free")
 
 
 def attend(
@@ -53,8 +54,8 @@ def attend(
     scale: float,
     settings: Settings = DEFAULT,
     interpret: Any = None,
-) -> tuple[Float32[Array, "B G S N R"], Float32[Array, "B G S 2 N"]]:
-    """Unnormalised O, and per query (maximum in base 2, sum), of every part; parts without tokens stay unwritten.
+) -> BFloat16[Array, "B Q R"]:
+    """Attention of every query over its row's latents; zeros for rows without tokens.
 
     Query r of row b is head r % heads at position start[b] + r // heads: `absorbed` meets the latent, the last channels
     of `shared` the shared key. Latents of 8 bits are multiplied by the scale of their page.
@@ -63,19 +64,22 @@ def attend(
     options = {"heads": heads, "rank": rank, "scale": scale, "interpret": interpret}
     plan = mosaic_plan.make(shared.shape, pool, page_table.shape[1], settings, **options)
     missing = plan.groups * plan.most - queries
-    # Copies leave out what lies beyond the queries, if those are a multiple of 8. XLA fills up and joins in one kernel.
-    if missing and (queries % 8 or interpret is not None):
+    # On a GPU copies leave out what lies beyond the queries.
+    if missing and interpret is not None:
         full = jnp.concatenate([absorbed, shared[..., plan.own :]], axis=-1)
         absorbed = shared = jnp.pad(full, ((0, 0), (0, missing), (0, 0)))
         plan = dataclasses.replace(plan, own=rank)
     scales = jnp.ones(1, jnp.float32) if page_scale is None else page_scale
-    results = (rows, plan.groups, plan.parts)
-    return plgpu.kernel(
-        lambda *refs: _block(plan, *refs),
-        out_type=(
-            jax.ShapeDtypeStruct((*results, plan.most, rank), jnp.float32),
-            jax.ShapeDtypeStruct((*results, 2, plan.most), jnp.float32),
-        ),
+    if interpret is None:
+        parts = [((plan.parts, mosaic_share.words(plan)), jnp.int32), ((plan.most // 2, plan.parts, 4), jnp.float32)]
+    else:
+        parts = [((plan.parts, plan.most, rank), jnp.bfloat16), ((plan.parts, 2, plan.most), jnp.float32)]
+    mixed, stats, *joined = plgpu.kernel(
+        lambda *refs, **buffers: _block(plan, refs, buffers),
+        out_type=[
+            *(jax.ShapeDtypeStruct((rows, plan.groups, *shape), kind) for shape, kind in parts),
+            *([jax.ShapeDtypeStruct((rows, queries, rank), jnp.bfloat16)] if plan.meets else []),
+        ],
         grid=(-(-plan.parts // plan.turns), plan.groups, rows),
         grid_names=("parts", "groups", "rows"),
         num_threads=4,
@@ -85,58 +89,76 @@ def attend(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             approx_math=True,
             unsafe_no_auto_barriers=True,
-            # Enough to take the maxima of all queries of a tile across warps in one exchange.
-            reduction_scratch_bytes=1024 if plan.narrow else 6144,
+            reduction_scratch_bytes=0,
         ),
         interpret=interpret,
         kernel_name="mla_decode",
     )(absorbed, shared, pool, page_table, start, length, scales)
+    if joined:
+        return joined[0]
+    if interpret is not None:
+        settings = dataclasses.replace(settings, least=plan.least)
+        return mosaic_join.join(mixed, stats, length, queries, settings, interpret)
+    return mosaic_share.join(plan, mixed, stats, length, queries)
 
 
-def _buffers(plan: Plan, dtype: Any) -> tuple[Any, ...]:
-    """Shared memory and barriers, in the order of BUFFERS."""
-    slots = plan.stages * roles.barriers(plan)
+def _buffers(plan: Plan, dtype: Any) -> dict[str, Any]:
+    """Shared memory and barriers by name."""
+    smem = plgpu.SMEM
     tile = (plan.rank // PIECE, TILE, PIECE) if plan.narrow else (plan.chunks, TILE, CHUNK)
-    buffers = (
-        plgpu.SMEM((plan.chunks, plan.most, CHUNK), jnp.bfloat16, transforms=WIDE),
-        plgpu.SMEM((plan.stages, *tile), dtype, transforms=NARROW_VALUES if plan.narrow else WIDE),
-        plgpu.SMEM((plan.stages, plan.most, TILE), jnp.float16 if plan.narrow else jnp.bfloat16, transforms=WIDE),
-        plgpu.SMEM((plan.stages,), jnp.int32),
-        plgpu.SMEM((plan.stages, plan.most), jnp.float32),
-        plgpu.SMEM((plan.most,), jnp.float32),
-        plgpu.Barrier(num_arrivals=plan.chunks),
-        plgpu.Barrier(num_arrivals=1 + plan.rank // PIECE if plan.narrow else plan.copies, num_barriers=slots),
-        plgpu.Barrier(num_barriers=plan.stages),
-        # Both halves of the channels free a tile of 8-bit latents.
-        plgpu.Barrier(num_arrivals=2 if plan.narrow else 1, num_barriers=slots),
-    )
-    keys = plgpu.SMEM((plan.stages, TILE, plan.width - plan.rank), dtype, transforms=NARROW_KEYS)
-    return (*buffers, plgpu.Barrier(num_arrivals=3), keys) if plan.narrow else buffers
+    buffers = {
+        "queries": smem((plan.chunks, plan.most, CHUNK), jnp.bfloat16, transforms=WIDE),
+        "tiles": smem((plan.stages, *tile), dtype, transforms=NARROW_VALUES if plan.narrow else WIDE),
+        "shares": smem((plan.stages, plan.most, TILE), jnp.float16 if plan.narrow else jnp.bfloat16, transforms=WIDE),
+        "raised": smem((plan.stages,), jnp.int32),
+        "shrinks": smem((plan.stages, plan.most), jnp.float32),
+        "columns": smem((1 + roles.WARPS, plan.most), jnp.float32),
+    }
+    if plan.narrow:
+        keys = smem((plan.stages, TILE, plan.width - plan.rank), dtype, transforms=NARROW_KEYS)
+        buffers = {"keys": keys, **buffers}
+    return {**buffers, **mosaic_signals.scratch(roles.kinds(plan), emulated=plan.interpret is not None)}
 
 
-def _block(plan: Plan, *refs: Any) -> None:
+def _block(plan: Plan, refs: tuple[Any, ...], buffers: dict[str, Any]) -> None:
     """The kernel: finds a block's work and hands it to its warpgroups."""
-    arguments, buffers = refs[: len(ARGUMENTS)], refs[len(ARGUMENTS) :]
-    named = dict(zip((*ARGUMENTS, *BUFFERS), (*arguments, *buffers)))
-    memory = roles.Memory(
-        **named, ready=(*buffers[len(BUFFERS) :], None)[0], keys=(*buffers[len(BUFFERS) + 1 :], None)[0]
-    )
+    arguments = dict(zip((*ARGUMENTS, "output"), refs))
+    signals = mosaic_signals.prepare(roles.kinds(plan), buffers)
+    output = arguments.pop("output", None)
+    columns = buffers["columns"]
+    arguments |= {"tops": columns.at[0], "cells": columns.at[pl.ds(1, roles.WARPS)]}
+    own = {name: ref for name, ref in buffers.items() if name in roles.Memory.__dataclass_fields__}
+    memory = roles.Memory(**{**arguments, **own, **signals})
     part, group, row, role = (lax.axis_index(name) for name in ("parts", "groups", "rows", "role"))
     # Starts before the kernel in front has finished, and waits for it before anything is read.
     if plan.interpret is None:
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
-    pl.when(role == roles.FETCH)(lambda: roles.ask(plan, memory, row, group))
     length = memory.lengths[row]
     step = plan.least if plan.short else part_tiles(length, plan.parts, plan.least)
     part *= plan.turns
     first = part * step
     count = jnp.clip((length + TILE - 1) // TILE - first, 0, plan.turns * step)
     work = roles.Work(row=row, group=group, part=part, step=step, length=length, first=first, count=count)
+
+    def join() -> None:
+        if plan.meets:
+            refs = memory.mixed.at[row, group], memory.stats.at[row, group], output.at[row]
+            numbers = part, group, parts_of(length, plan.parts, plan.least)
+            mosaic_share.share(plan, refs, numbers, plan.parts, 4 * mosaic_meet.WARPGROUPS, meets=True)
+
+    # Joining stands in both branches, for behind them it would have no more registers than what fetches has.
+    @pl.when(role == roles.SCORE)
+    def _score() -> None:
+        pl.when(count > 0)(lambda: roles.score(plan, memory, work))
+        # The queries must have landed before a block ends.
+        pl.when(count == 0)(lambda: memory.asked.wait(0, 0))
+        join()
+
+    @pl.when((role == roles.LEFT) | (role == roles.RIGHT))
+    def _mix() -> None:
+        pl.when(count > 0)(lambda: roles.mix(plan, memory, work, role - roles.LEFT))
+        join()
+
     # Without tokens too.
     pl.when(role == roles.FETCH)(lambda: (roles.fetch_narrow if plan.narrow else roles.fetch)(plan, memory, work))
-    pl.when((role == roles.SCORE) & (count > 0))(lambda: roles.score(plan, memory, work))
-    # The queries must have landed before a block ends.
-    pl.when((role == roles.SCORE) & (count == 0))(lambda: plgpu.barrier_wait(memory.asked))
-    mixes = (role == roles.LEFT) | (role == roles.RIGHT)
-    pl.when(mixes & (count > 0))(lambda: roles.mix(plan, memory, work, role - roles.LEFT))

@@ -1,4 +1,4 @@
-"""Joins the parts of a split attention: the second kernel of `mosaic_decode`.
+"""Joins the parts of a split attention where `mosaic_decode` is interpreted; on a GPU `mosaic_share` does.
 
 A block takes some channels of one query, whose maxima and sums are plain numbers. For a few rows its warpgroups load
 all the parts there can be at once, before they know how many there are: the row's length, the statistics and the mixed
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float32, Int32
+from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
 from pallas.mla.mosaic_plan import LOWEST, TILE, Settings, part_tiles
 
@@ -48,7 +48,7 @@ def channels_of_block(rank: int, queries: int) -> int:
 
 
 def join(
-    mixed: Float32[Array, "B G S N R"],
+    mixed: Float[Array, "B G S N R"],
     stats: Float32[Array, "B G S 2 N"],
     length: Int32[Array, " B"],
     queries: int,
@@ -72,8 +72,10 @@ def join(
 
         def load(part: jax.Array, last: jax.Array | int) -> tuple:
             there = jnp.minimum(part, last)
+            value = plgpu.load(mixed.at[row, group, there, column, here], layout=layout, optimized=False)
+            value = value.astype(jnp.float32)
             maximum, total = (stats[row, group, there, kind, column] for kind in range(2))
-            return maximum, total, plgpu.load(mixed.at[row, group, there, column, here], layout=layout, optimized=False)
+            return maximum, total, value
 
         def present(part: jax.Array, used: jax.Array, loaded: tuple) -> tuple:
             """Unwritten parts, whose memory may hold anything, weigh nothing."""

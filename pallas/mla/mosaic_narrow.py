@@ -12,7 +12,6 @@ of bank conflicts:
 * Row r of the scores is token `r ^ (r & 1) * 4`, or threads that read together would meet in one bank.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from jax.experimental.mosaic.gpu import fragmented_array, mma_utils, utils
 from jax.experimental.mosaic.gpu.wgmma import WGMMAAccumulator, wgmma_fence, wgmma_m64
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from pallas import dispatch, inline, warp_product
 from pallas.mla.mosaic_plan import CHUNK, NARROW_KEYS, NARROW_VALUES, PIECE, PRODUCT, TILE, WIDE, Plan
@@ -288,29 +287,6 @@ def mix(plan: Plan, total: jax.Array, tile: Any, shares: Any, side: jax.Array) -
         return _with(total, registers).to_layout(fragmented_array.WGMMA_LAYOUT)
 
     return run(total, tile, shares)
-
-
-def store(plan: Plan, there: Any, total: jax.Array) -> None:
-    """Stores the result of `mix` where channels stand side by side: eight of them a thread and query."""
-    blocks = plan.values // 2
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PRODUCT))
-    def run(_: Any, there: ir.Value, total: mgpu.FragmentedArray) -> None:
-        warp, group, column = _thread()
-        kind = ir.MemRefType(there.type)
-        stride = kind.get_strides_and_offset()[0][0] * 4
-        first = add(times(warp, CHUNK * 4), times(group, 8 * 4), times(column, 2 * stride))
-        wide = ir.IntegerType.get_signless(64)
-        pointer = arith.addi(llvm.ptrtoint(wide, utils.memref_ptr(there)), arith.extui(wide, first))
-        values = np.empty((blocks, plan.most // 8, 2, 2), dtype=object)
-        values.flat = list(inline.elements(total.registers))
-        for eight, place, block in itertools.product(range(plan.most // 8), range(2), range(0, blocks, 2)):
-            words = values[block : block + 2, eight, :, place].flat
-            address = arith.addi(pointer, inline.i64((8 * eight + place) * stride + block * 2 * 4))
-            asm = "st.global.v4.f32 [$0], {$1, $2, $3, $4};"
-            utils.inline_ptx(asm, address, *words, has_side_effects=True)
-
-    run(there, total)
 
 
 def clean(plan: Plan, tile: Any, stored: jax.Array) -> None:

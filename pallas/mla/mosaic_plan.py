@@ -8,10 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas.dispatch import multiprocessors
+
 TILE = 64
 """Tokens of a tile: the rows of one tensor-core instruction."""
 CHUNK = 64
 """Channels of a chunk, the piece of a tile that is fetched and freed by itself."""
+UNIT = 256
+"""Latent values are a multiple: four chunks, whose sums a thread of either half stores as whole quads."""
 STAGES, STAGES_NARROW = 2, 4
 """Tiles in shared memory."""
 MOST_QUERIES = 48
@@ -40,8 +44,14 @@ class Settings:
     """The same for 8-bit latents, with which a block takes longer for a byte."""
     least: int = 4
     """Tiles of a part at least."""
+    least_few: int = 2
+    """The same where one group has all queries: there are fewer sums then, and fewer blocks that share the tiles."""
+    meet: bool = True
+    """Whether blocks that are resident at once join the parts in the launch that makes them."""
     turns: int = 4
     """Parts that a block takes one after another at most, where there are many rows: they share its start."""
+    queries: int | None = None
+    """Of a group at most; None: as the table's width says."""
 
 
 DEFAULT = Settings()
@@ -59,6 +69,8 @@ def most_queries(queries: int, tokens: int, settings: Settings) -> int:
     Groups of half the size finish a tile sooner. They serve short contexts, if there are so few parts that every row is
     cut as with large groups: results do not depend on the table's width.
     """
+    if settings.queries is not None:
+        return settings.queries
     half = MOST_QUERIES // 2
     groups, _ = group_queries(queries, half)
     few = -(-tokens // (TILE * settings.least)) <= settings.blocks // groups
@@ -69,6 +81,30 @@ def part_tiles(length: jax.Array, parts: int, least: int) -> jax.Array:
     """Tiles of each part of a row of `length` tokens."""
     tiles = (length + TILE - 1) // TILE
     return jnp.maximum((tiles + parts - 1) // parts, least)
+
+
+def parts_of(length: jax.Array, parts: int, least: int) -> jax.Array:
+    """How many parts a row of `length` tokens has."""
+    step = part_tiles(length, parts, least)
+    return ((length + TILE - 1) // TILE + step - 1) // step
+
+
+SHORT = 8
+"""Parts of fewer tiles than this are short: what a block costs besides its tiles decides how they are dealt out."""
+START = 2
+"""That cost, in tiles."""
+
+
+def parts_of_block(rows: int, groups: int, parts: int, step: int, settings: Settings) -> int:
+    """Parts of up to `step` tiles that a block takes one after another: of short ones as many as end soonest."""
+    if step >= SHORT:
+        return max(1, min(settings.turns, rows * groups * parts // (4 * settings.blocks)))
+
+    def end(turns: int) -> int:
+        waves = -(-rows * groups * -(-parts // turns) // settings.blocks)
+        return waves * (turns * step + START)
+
+    return min(range(1, settings.turns + 1), key=end)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +128,8 @@ class Plan:
     """Parts that a block takes one after another."""
     least: int
     narrow: bool
+    meets: bool
+    """Whether all blocks are resident at once, so that they join the parts themselves."""
     interpret: Any
 
     @property
@@ -115,6 +153,16 @@ class Plan:
         return max(1, TILE // self.page)
 
     @property
+    def together(self) -> int:
+        """Chunks that are fetched by one copy."""
+        return 3 if self.chunks % 3 == 0 and self.copies == 1 and not self.narrow else 1
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a tile that are fetched and freed by themselves; 8-bit latents are read whole."""
+        return 1 if self.narrow else self.chunks // self.together
+
+    @property
     def short(self) -> bool:
         """Whether no part is longer than the least, so that parts begin at places known without the length."""
         return self.pages * self.page <= self.parts * self.least * TILE
@@ -133,11 +181,16 @@ def make(
 ) -> Plan:
     """The plan for queries of shape [B, Q, C], a pool [pages, page, L] and page tables of `pages` pages."""
     page, narrow = pool.shape[1], pool.dtype == jnp.float8_e4m3fn
+    if rank % UNIT and interpret is None:
+        raise NotImplementedError(f"mla mosaic decode joins sums of multiples of {UNIT} latent values, got {rank}")
     groups, most = group_queries(shared[1], most_queries(shared[1], pages * page, settings))
+    least, tiles = settings.least, -(-pages * page // TILE)
+    if shared[1] <= MOST_QUERIES:
+        least = min(least, settings.least_few)
     limit = settings.parts_narrow if narrow else settings.parts
     # No more than the page table can fill: that changes no row's parts.
-    parts = max(1, min(settings.blocks // groups, limit, -(-pages * page // (TILE * settings.least))))
-    turns = max(1, min(settings.turns, shared[0] * groups * parts // (4 * settings.blocks)))
+    parts = max(1, min(settings.blocks // groups, limit, -(-tiles // least)))
+    turns = parts_of_block(shared[0], groups, parts, max(least, -(-tiles // parts)), settings)
     return Plan(
         heads=heads,
         rank=rank,
@@ -150,8 +203,9 @@ def make(
         most=most,
         parts=parts,
         turns=turns,
-        least=settings.least,
+        least=least,
         narrow=narrow,
+        meets=settings.meet and turns == 1 and shared[0] * groups * parts <= multiprocessors() and interpret is None,
         interpret=interpret,
     )
 
@@ -170,9 +224,10 @@ def require_supported(query: Any, pool: Any, rank: int) -> None:
             f"mla mosaic decode serves 8-bit latents of {8 * CHUNK} values in rows of {9 * CHUNK}, "
             f"got {rank} in {width}"
         )
-    if rank % 128 or width % 64:
+    if rank % UNIT or width % 64:
         raise NotImplementedError(
-            f"mla mosaic decode serves multiples of 128 latent values in rows of multiples of 64, got {rank} in {width}"
+            f"mla mosaic decode serves multiples of {UNIT} latent values in rows of multiples of 64, "
+            f"got {rank} in {width}"
         )
     if page % TILE and (TILE % page or page % 8):
         raise NotImplementedError(f"mla mosaic decode serves pages of 8, 16, 32 or a multiple of 64 rows, got {page}")

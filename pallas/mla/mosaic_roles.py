@@ -18,18 +18,35 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas import inline
-from pallas.mla import mosaic_narrow
-from pallas.mla.mosaic_plan import CHUNK, LOG2_E, LOWEST, MOST_QUERIES, PER_QUERY, PIECE, PRODUCT, TILE, Plan
+from pallas.mla import mosaic_columns, mosaic_meet, mosaic_narrow, mosaic_share
+from pallas.mla.mosaic_plan import (
+    CHUNK,
+    LOG2_E,
+    LOWEST,
+    MOST_QUERIES,
+    NARROW_KEYS,
+    NARROW_VALUES,
+    PER_QUERY,
+    PIECE,
+    PRODUCT,
+    TILE,
+    WIDE,
+    Plan,
+)
 from pallas.mla.mosaic_product import product_for
+from pallas.mla.mosaic_signals import Form, Kind
 
 SCORE, LEFT, RIGHT, FETCH = range(4)
+WARPS = 4
+"""Of a warpgroup."""
 REGISTERS = {SCORE: 184, LEFT: 136, RIGHT: 136, FETCH: 56}
 REGISTERS_NARROW = {SCORE: 152, LEFT: 160, RIGHT: 160, FETCH: 40}
 """For 8-bit latents and many queries: what mixes values holds a left operand too, what fetches asks for whole tiles."""
@@ -65,6 +82,8 @@ class Memory:
     """[stage, query]: what the sum so far is multiplied by if they are."""
     tops: Any
     """[query]: what weights are relative to."""
+    cells: Any
+    """[warp, query]: of a tile's reduction."""
     asked: Any
     full: Any
     scored: Any
@@ -90,9 +109,52 @@ class Work:
     count: jax.Array
 
 
+def kinds(plan: Plan) -> dict[str, Kind]:
+    """The barriers of a block."""
+    slots, chunks = plan.stages * plan.pieces, plan.copies * plan.together
+    if plan.narrow:
+        chunks = 1 + plan.rank // PIECE
+    found = {
+        "asked": Kind(1, copies=2, chunks=plan.chunks),
+        "full": Kind(slots, copies=chunks if plan.narrow else plan.copies, chunks=chunks),
+        "scored": Kind(plan.stages, groups=1),
+        # Both halves of the channels free a tile of 8-bit latents.
+        "free": Kind(slots, groups=2 if plan.narrow else plan.together),
+    }
+    return {**found, "ready": Kind(1, groups=3)} if plan.narrow else found
+
+
+TILES = mosaic_gpu.TileTransform((8, CHUNK))
+CHUNKS_OF_TILES = (TILES, mosaic_gpu.TransposeTransform((1, 0, 2, 3)))
+CHUNKS_OF_LINES = (mosaic_gpu.TileTransform((CHUNK,)), mosaic_gpu.TransposeTransform((1, 0, 2)))
+"""Lines of a chunk lie one below the other, in tiles of eight or not: any number of queries, zeros behind them."""
+
+
+def forms(plan: Plan) -> dict[str, Form]:
+    """How copies lie in shared memory."""
+    lines = {"transforms": WIDE, "swizzle": 128, "source": CHUNKS_OF_LINES, "fold": (1, 3), "chunked": True}
+    tile = Form(transforms=WIDE, swizzle=128, source=(TILES,))
+    if plan.together > 1:
+        tile = dataclasses.replace(tile, source=CHUNKS_OF_TILES, fold=(1, 2), chunks=plan.together, chunked=True)
+    return {
+        "absorbed": Form(chunks=plan.values, **lines),
+        "shared": Form(chunks=plan.chunks - plan.values, **lines),
+        "tile": tile,
+        "values": Form(transforms=NARROW_VALUES, swizzle=128),
+        "keys": Form(transforms=NARROW_KEYS, swizzle=64, source=(TILES,)),
+    }
+
+
 def synchronize_warpgroup(plan: Plan) -> None:
     """Ordinary stores to shared memory become visible to the warpgroup."""
     (inline.synchronize if plan.interpret is None else plgpu.commit_smem)()
+
+
+def lead(plan: Plan, memory: Memory, work: Work) -> None:
+    """Meets for the whole block, by its last warpgroup."""
+    if plan.meets:
+        count, counts = work.row * plan.groups + work.group, memory.lengths.shape[0] * plan.groups
+        mosaic_meet.wait(count, work.part, counts, plan.parts)
 
 
 def each_part(plan: Plan, work: Work, run: Callable[[jax.Array, jax.Array, jax.Array], None]) -> None:
@@ -108,13 +170,13 @@ def each_part(plan: Plan, work: Work, run: Callable[[jax.Array, jax.Array, jax.A
         lax.fori_loop(0, (work.count + work.step - 1) // work.step, turn, None)
 
 
-def ask(plan: Plan, memory: Memory, row: jax.Array, group: jax.Array) -> None:
+def _ask(plan: Plan, memory: Memory, work: Work) -> None:
     """Starts the copy of the queries, which needs no length: it travels while lengths and page numbers do."""
-    mine = pl.ds(group * plan.most, plan.most)
-    for chunk in range(plan.chunks):
-        source, begin = (memory.absorbed, 0) if chunk < plan.values else (memory.shared, plan.own - plan.rank)
-        columns = pl.ds(begin + chunk * CHUNK, CHUNK)
-        plgpu.copy_gmem_to_smem(source.at[row, mine, columns], memory.queries.at[chunk], memory.asked)
+    mine, form = (work.group * plan.most, plan.most), forms(plan)
+    latent, beyond = (0, plan.rank), (plan.own, plan.width - plan.rank)
+    values, keys = pl.ds(0, plan.values), pl.ds(plan.values, plan.chunks - plan.values)
+    memory.asked.copy(0, memory.absorbed, (work.row, mine, latent), memory.queries.at[values], form["absorbed"])
+    memory.asked.copy(0, memory.shared, (work.row, mine, beyond), memory.queries.at[keys], form["shared"])
 
 
 def registers(plan: Plan) -> dict[int, int]:
@@ -122,14 +184,9 @@ def registers(plan: Plan) -> dict[int, int]:
     return REGISTERS_NARROW if plan.narrow and plan.most > MOST_QUERIES // 2 else REGISTERS
 
 
-def barriers(plan: Plan) -> int:
-    """Pieces of a tile that are fetched and freed by themselves: chunks; 8-bit latents are read whole."""
-    return 1 if plan.narrow else plan.chunks
-
-
 def _release(plan: Plan, memory: Memory, slot: jax.Array, chunk: Any) -> None:
     """Says that a chunk has been read."""
-    plgpu.barrier_arrive(memory.free.at[slot * plan.chunks + chunk])
+    memory.free.arrive(slot * plan.pieces + chunk // plan.together)
 
 
 def _drain(plan: Plan, memory: Memory, work: Work) -> None:
@@ -137,10 +194,10 @@ def _drain(plan: Plan, memory: Memory, work: Work) -> None:
     if plan.interpret is None:
         return
     for back in range(plan.stages):
-        tile, pieces = work.count - 1 - back, barriers(plan)
-        for piece in range(pieces):
-            index = tile % plan.stages * pieces + piece
-            pl.when(tile >= 0)(lambda index=index: plgpu.barrier_wait(memory.free.at[index]))
+        tile = work.count - 1 - back
+        for piece in range(plan.pieces):
+            index = tile % plan.stages * plan.pieces + piece
+            pl.when(tile >= 0)(lambda index=index: memory.free.wait(index, 0))
 
 
 def fetch(plan: Plan, memory: Memory, work: Work) -> None:
@@ -154,22 +211,27 @@ def fetch(plan: Plan, memory: Memory, work: Work) -> None:
             for copy in range(plan.copies)
         ]
 
+    form = forms(plan)["tile"]
+
     def one(tile: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
-        slot = tile % plan.stages
+        slot, turn = tile % plan.stages, tile // plan.stages
         following = numbers(tile + 1)
         inside = (work.first + tile) * TILE % plan.page if plan.copies == 1 else 0
-        for chunk in range(plan.chunks):
-            index, columns = slot * plan.chunks + chunk, pl.ds(chunk * CHUNK, CHUNK)
-            pl.when(tile >= plan.stages)(lambda index=index: plgpu.barrier_wait(memory.free.at[index]))
+        for piece in range(plan.pieces):
+            index, first = slot * plan.pieces + piece, piece * plan.together
+            pl.when(tile >= plan.stages)(lambda index=index: memory.free.wait(index, turn - 1))
             for copy, page in enumerate(pages):
-                there = memory.pool.at[page, pl.ds(inside, min(plan.page, TILE)), columns]
-                here = memory.tiles.at[slot, chunk]
+                there = (page, (inside, min(plan.page, TILE)), (first * CHUNK, plan.together * CHUNK))
+                here = memory.tiles.at[slot, pl.ds(first, plan.together) if plan.together > 1 else first]
                 here = here if plan.copies == 1 else here.at[pl.ds(copy * plan.page, plan.page)]
-                plgpu.copy_gmem_to_smem(there, here, memory.full.at[index])
+                memory.full.copy(index, memory.pool, there, here, form)
         return following
 
-    lax.fori_loop(0, work.count, one, numbers(jnp.int32(0)))
+    first = numbers(jnp.int32(0))  # on its way while the queries are asked for
+    _ask(plan, memory, work)
+    lax.fori_loop(0, work.count, one, first)
     _drain(plan, memory, work)
+    lead(plan, memory, work)
 
 
 def _page(plan: Plan, memory: Memory, work: Work, tile: jax.Array) -> jax.Array:
@@ -180,33 +242,38 @@ def _page(plan: Plan, memory: Memory, work: Work, tile: jax.Array) -> jax.Array:
 def fetch_narrow(plan: Plan, memory: Memory, work: Work) -> None:
     """Fetches tiles of 8-bit latents whole, as places fall free."""
     plgpu.set_max_registers(registers(plan)[FETCH], action="decrease")
+    form = forms(plan)
 
     def one(tile: jax.Array, page: jax.Array) -> jax.Array:
         slot = tile % plan.stages
         following = _page(plan, memory, work, tile + 1)
-        pl.when(tile >= plan.stages)(lambda: plgpu.barrier_wait(memory.free.at[slot]))
-        rows = pl.ds((work.first + tile) * TILE % plan.page, TILE)
-        keys = memory.pool.at[page, rows, pl.ds(plan.rank, plan.width - plan.rank)]
-        plgpu.copy_gmem_to_smem(keys, memory.keys.at[slot], memory.full.at[slot])
+        pl.when(tile >= plan.stages)(lambda: memory.free.wait(slot, tile // plan.stages - 1))
+        rows = ((work.first + tile) * TILE % plan.page, TILE)
+        keys = (page, rows, (plan.rank, plan.width - plan.rank))
+        memory.full.copy(slot, memory.pool, keys, memory.keys.at[slot], form["keys"])
         for piece in range(plan.rank // PIECE):
-            there = memory.pool.at[page, rows, pl.ds(piece * PIECE, PIECE)]
-            plgpu.copy_gmem_to_smem(there, memory.tiles.at[slot, piece], memory.full.at[slot])
+            there = (page, rows, (piece * PIECE, PIECE))
+            memory.full.copy(slot, memory.pool, there, memory.tiles.at[slot, piece], form["values"])
         return following
 
-    lax.fori_loop(0, work.count, one, _page(plan, memory, work, jnp.int32(0)))
+    first = _page(plan, memory, work, jnp.int32(0))
+    _ask(plan, memory, work)
+    lax.fori_loop(0, work.count, one, first)
     _drain(plan, memory, work)
+    lead(plan, memory, work)
 
 
-def _scores(plan: Plan, memory: Memory, slot: jax.Array) -> jax.Array:
+def _scores(plan: Plan, memory: Memory, tile: jax.Array) -> jax.Array:
     """Products of a tile's keys with the queries, chunk by chunk as they land."""
-    product = product_for(plan.interpret)
+    product, slot, turn = product_for(plan.interpret), tile % plan.stages, tile // plan.stages
     if plan.narrow:
-        plgpu.barrier_wait(memory.full.at[slot])
+        memory.full.wait(slot, turn)
         return mosaic_narrow.scores(plan, memory.tiles.at[slot], memory.keys.at[slot], memory.queries)
 
     def chunks() -> Any:
         for chunk in range(plan.chunks):
-            plgpu.barrier_wait(memory.full.at[slot * plan.chunks + chunk])
+            if chunk % plan.together == 0:
+                memory.full.wait(slot * plan.pieces + chunk // plan.together, turn)
             yield memory.tiles.at[slot, chunk], memory.queries.at[chunk]
 
     return product.chain((TILE, plan.most), chunks())
@@ -259,6 +326,11 @@ def _raise_tops(
     plan: Plan, memory: Memory, slot: jax.Array, scores: jax.Array, before: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(tops, sums): where a query's scores exceed its top, and nowhere else, whatever stands beside it."""
+    if plan.interpret is None:
+        top = mosaic_columns.raise_tops(
+            plan, scores, before, memory.tops, memory.shrinks.at[slot], memory.cells, ROUND, SLACK
+        )
+        return top, total * _spread(plan, jnp.exp2(before - top))
     most = scores.max(axis=0)
     memory.tops[...] = jnp.where(most > before + (ROUND + SLACK), jnp.round(most - ROUND), before)
     synchronize_warpgroup(plan)
@@ -299,7 +371,7 @@ def score(plan: Plan, memory: Memory, work: Work) -> None:
     position, kind = memory.starts[work.row], jnp.float16 if plan.narrow else jnp.bfloat16
 
     def hand_on(tile: jax.Array) -> None:
-        plgpu.barrier_arrive(memory.scored.at[tile % plan.stages])
+        memory.scored.arrive(tile % plan.stages)
 
     def one(tile: jax.Array, carry: tuple, first: jax.Array, masked: bool) -> tuple:
         before, total, factors = carry
@@ -308,7 +380,7 @@ def score(plan: Plan, memory: Memory, work: Work) -> None:
         if plan.narrow:
             following = _factors(plan, memory, work, tile + 1, factors)
             scale, shift = scale * factors[1], ROUND + mosaic_narrow.log2(plan, factors[1])
-        scores = _scores(plan, memory, slot) * scale + shift
+        scores = _scores(plan, memory, tile) * scale + shift
         if plan.narrow:
             # Values run beside the softmax, where nothing else does, and not beside scores: 5 % with few queries.
             pl.when(tile > first)(lambda: hand_on(tile - 1))
@@ -336,6 +408,8 @@ def score(plan: Plan, memory: Memory, work: Work) -> None:
     seen = jnp.minimum(position + work.group * most // plan.heads, work.length - 1) + 1
 
     def of_part(part: jax.Array, first: jax.Array, last: jax.Array) -> None:
+        if plan.turns > 1 and plan.interpret is None:
+            synchronize_warpgroup(plan)  # all have stored the tops of the part before
         memory.tops[...] = low
         synchronize_warpgroup(plan)
         whole = jnp.clip(seen // TILE - work.first, first, last)
@@ -344,6 +418,11 @@ def score(plan: Plan, memory: Memory, work: Work) -> None:
         top, total, _ = lax.fori_loop(whole, last, lambda *args: one(*args, first, True), carry)
         if plan.narrow:
             hand_on(last - 1)
+        if plan.interpret is None:
+            mosaic_columns.store_sums(
+                plan, memory.stats.at[work.row, work.group], part, memory.tops, total, memory.cells
+            )
+            return
         memory.stats[work.row, work.group, part, 0] = top
         memory.stats[work.row, work.group, part, 1] = total.sum(axis=0)
 
@@ -351,32 +430,16 @@ def score(plan: Plan, memory: Memory, work: Work) -> None:
     ahead = _factors(plan, memory, work, jnp.int32(0)) if plan.turns == 1 else ()
     _await_queries(plan, memory)
     if plan.narrow:
-        plgpu.barrier_wait(memory.ready)
+        memory.ready.wait(0, 0)
     each_part(plan, work, of_part)
 
 
 def _await_queries(plan: Plan, memory: Memory) -> None:
     """Sees the queries land; products of 8-bit latents want them in an order of their own, in which all help."""
-    plgpu.barrier_wait(memory.asked)
+    memory.asked.wait(0, 0)
     if plan.narrow:
         mosaic_narrow.order_queries(plan, memory.queries)
-        plgpu.barrier_arrive(memory.ready)
-
-
-def _store_turned(plan: Plan, there: Any, values: jax.Array) -> None:
-    """Stores [channel, query] values where channels stand side by side."""
-    if plan.interpret is not None:
-        there[...] = values.T
-        return
-    if plan.narrow:
-        mosaic_narrow.store(plan, there, values)
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PRODUCT))
-    def store(_: Any, there: Any, values: Any) -> None:
-        values.foreach(lambda value, at: memref.store(value, there, [at[1], at[0]]))
-
-    store(there, values)
+        memory.ready.arrive(0)
 
 
 def mix(plan: Plan, memory: Memory, work: Work, side: jax.Array) -> None:
@@ -387,7 +450,7 @@ def mix(plan: Plan, memory: Memory, work: Work, side: jax.Array) -> None:
 
     def one(tile: jax.Array, carry: jax.Array) -> jax.Array:
         slot = tile % plan.stages
-        plgpu.barrier_wait(memory.scored.at[slot])
+        memory.scored.wait(slot, tile // plan.stages)
 
         def shrink() -> jax.Array:
             factor = plgpu.load(memory.shrinks.at[slot], layout=PER_QUERY, optimized=False)
@@ -396,18 +459,20 @@ def mix(plan: Plan, memory: Memory, work: Work, side: jax.Array) -> None:
         carry = lax.cond(memory.raised[slot] > 0, shrink, lambda: carry)
         if plan.narrow:
             total = mosaic_narrow.mix(plan, carry, memory.tiles.at[slot], memory.shares.at[slot], side)
-            plgpu.barrier_arrive(memory.free.at[slot])
+            memory.free.arrive(slot)
             return total
         values = [memory.tiles.at[slot, base + block] for block in range(blocks)]
         done = lambda block: _release(plan, memory, slot, base + block)  # noqa: E731
         return product.blocks(carry, values, memory.shares.at[slot], done)
 
     none = plgpu.layout_cast(jnp.zeros((blocks * CHUNK, plan.most), jnp.float32), PRODUCT)
-    channels = pl.ds(base * CHUNK, blocks * CHUNK)
 
     def of_part(part: jax.Array, first: jax.Array, last: jax.Array) -> None:
-        there = memory.mixed.at[work.row, work.group, part, :, channels]
-        _store_turned(plan, there, lax.fori_loop(first, last, one, none))
+        there, total = memory.mixed.at[work.row, work.group, part], lax.fori_loop(first, last, one, none)
+        if plan.interpret is None:
+            mosaic_share.store(plan, there, total, side)
+        else:
+            there[:, pl.ds(base * CHUNK, blocks * CHUNK)] = total.T.astype(jnp.bfloat16)
 
     if plan.narrow:
         _await_queries(plan, memory)

@@ -47,7 +47,7 @@ def test_matrices_become_int8_and_nothing_else(target, tree):
     narrow += [layer["attention"][name] for name in ("q_down", "q_up", "kv_down", "out")]
     assert all(isinstance(matrix, gemv.Int8Matrix) for matrix in narrow)
     assert layer["attention"]["out"].codes.shape == (config.hidden_size, 16)  # heads and channels are the inputs
-    kept = [after["markov"]["embedding"], after["norm"], after["confidence"], layer["attention"]["key_up"]]
+    kept = [after["markov"]["embedding"], after["norm"], after["confidence"], layer["attention"]["key_up_turned"]]
     assert all(isinstance(array, jax.Array) and array.dtype == jnp.float32 for array in kept)
     assert "head" not in quantized.quantize(before)
 

@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from pallas import gemv as gemv_package
 from pallas import kda, moe
+from pallas.gemv import finish, finished
 from pallas.gemv import mosaic as gemv
 from pallas.kda import mosaic_prefill
 from pallas.mla import mosaic as mla_mosaic
@@ -19,6 +21,12 @@ def spec(dtype, *shape):
 def gemv_call(dtype):
     scale = [spec(f32, 7168)] if dtype == jnp.int8 else []
     return lambda x, w, s: gemv.matmuls(x, [w], scales=s), (spec(bf16, 9, 2048), spec(dtype, 7168, 2048), scale)
+
+
+def finished_call():
+    matrix, weights = gemv_package.Int8Matrix(spec(jnp.int8, 512, 1024), spec(f32, 512)), spec(bf16, 512)
+    run = lambda x, matrix, *others: finished.finished(x, matrix, finish.Residual(), others)  # noqa: E731
+    return run, (spec(jnp.float16, 8, 1024), matrix, spec(bf16, 8, 512), weights)
 
 
 def experts_call(kernel, tokens):
@@ -51,6 +59,7 @@ def prefill_call(heads=2, tokens=128):
 CALLS = {
     "gemv": gemv_call(bf16),
     "gemv int8": gemv_call(jnp.int8),
+    "gemv finished": finished_call(),
     "moe decode": experts_call(mosaic_decode, 5),
     "moe grouped": experts_call(mosaic_grouped, 200),
     "mla decode": latent_call(),

@@ -18,26 +18,26 @@ ANCHOR = VOCABULARY - 1
 @pytest.fixture(scope="module")
 def inputs():
     rng = np.random.default_rng(0)
-    base = jnp.asarray(rng.standard_normal((STEPS, VOCABULARY)), jnp.float32)
+    logits, noise = (jnp.asarray(rng.standard_normal((n, VOCABULARY)), jnp.float32) for n in (STEPS + 1, STEPS))
     table = jnp.asarray(rng.standard_normal((VOCABULARY, RANK)), jnp.bfloat16)
     head = gemv.quantize(jnp.asarray(rng.standard_normal((VOCABULARY, RANK)), jnp.float32))
-    return base, jnp.float32(0.3), jnp.int32(ANCHOR), table, head
+    return logits, noise, jnp.float32(0.3), jnp.int32(ANCHOR), table, head
 
 
-def definition(base, scale, anchor, table, head):
+def definition(logits, noise, scale, anchor, table, head):
     codes = np.asarray(int8.restore(head.codes), np.float64) * np.asarray(head.scale, np.float64)[:, None]
-    tokens, biases = [int(anchor)], []
-    for row in np.asarray(base, np.float64):
-        biases.append(codes @ np.asarray(table, np.float64)[tokens[-1]])
-        tokens.append(int(np.argmax(row + float(scale) * biases[-1])))
-    return tokens[1:], np.stack(biases)
+    tokens, scores = [int(anchor)], []
+    for row, drawn in zip(*(np.asarray(x, np.float64) for x in (logits, noise))):
+        scores.append(float(scale) * (row + codes @ np.asarray(table, np.float64)[tokens[-1]]))
+        tokens.append(int(np.argmax(scores[-1] + drawn)))
+    return tokens[1:], np.stack(scores)
 
 
 def test_walk(inputs):
-    token, bias = markov.walk(*inputs)
-    expected, biases = definition(*inputs)
+    token, score = markov.walk(*inputs)
+    expected, scores = definition(*inputs)
     np.testing.assert_array_equal(token, expected)
-    np.testing.assert_allclose(bias, biases, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(score, scores, rtol=1e-5, atol=1e-4)
     assert len(set(expected)) > 1
 
 
@@ -47,22 +47,23 @@ def test_interpreted(inputs, slots):
     *rest, head = inputs
     cut = mosaic.Settings(groups=2, blocks=1, slots=slots)
     interpret = plgpu.InterpretGPUParams()
-    token, bias = jax.jit(lambda *x: mosaic.walk(*x, interpret, cut))(*rest, *head)
-    expected, biases = definition(*inputs)
+    token, score = jax.jit(lambda *x: mosaic.walk(*x, interpret, cut))(*rest, *head)
+    expected, scores = definition(*inputs)
     np.testing.assert_array_equal(token, expected)
-    np.testing.assert_allclose(bias, biases, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(score, scores, rtol=1e-5, atol=1e-4)
 
 
 def test_of_equal_scores_the_first_token_counts(inputs):
-    base, _, anchor, table, head = inputs
-    base = jnp.zeros_like(base).at[:, 70].set(5.0).at[:, 200].set(5.0)
+    logits, noise, _, anchor, table, head = inputs
+    noise = jnp.zeros_like(noise).at[:, 70].set(5.0).at[:, 200].set(5.0)
     cut, interpret = mosaic.Settings(groups=2, blocks=1, slots=2), plgpu.InterpretGPUParams()
-    token, _ = jax.jit(lambda *x: mosaic.walk(*x, interpret, cut))(base, jnp.float32(0), anchor, table, *head)
+    token, _ = jax.jit(lambda *x: mosaic.walk(*x, interpret, cut))(logits, noise, jnp.float32(0), anchor, table, *head)
     np.testing.assert_array_equal(token, [70] * STEPS)
 
 
 def test_lowers_for_cuda():
     kinds = (
+        ((8, 163840), jnp.float32),
         ((7, 163840), jnp.float32),
         ((), jnp.float32),
         ((), jnp.int32),

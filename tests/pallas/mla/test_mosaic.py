@@ -111,10 +111,10 @@ def test_rows_do_not_depend_on_their_neighbours_interpreted(tokens):
 
 @pytest.mark.slow
 def test_blocks_of_several_parts_give_the_same_bits_interpreted():
-    """Of eight rows a block takes two parts one after another; of one row, one."""
+    """Of eight rows a block takes three parts one after another; of one row, one."""
     heads, lengths = 3, [130, 5, 70, 0, 64, 65, 190, 1]
     query, pool, table, start, length, latents = draw(1, heads, lengths, 64)
-    assert turns(query, pool, table, heads) == 2
+    assert turns(query, pool, table, heads) == 3
     together = attend(query, pool, table, start, length, heads)
     expected = definition(query, latents, np.asarray(start), lengths, heads)
     for row in (0, 6):
@@ -193,6 +193,23 @@ def test_parts_cover_a_row_and_depend_on_nothing_else(length):
     assert step * parts * mosaic_plan.TILE >= length
 
 
+@pytest.mark.parametrize(
+    ("rows", "groups", "parts", "step"), [(1, 4, 33, 4), (2, 1, 64, 2), (8, 1, 64, 2), (64, 1, 88, 24)]
+)
+def test_blocks_take_as_many_short_parts_as_end_soonest(rows, groups, parts, step):
+    """Blocks all at once take one part each; no other number of parts ends sooner; long parts are for many rows."""
+    settings = mosaic_plan.DEFAULT
+    turns = mosaic_plan.parts_of_block(rows, groups, parts, step, settings)
+    waves = {n: -(-rows * groups * -(-parts // n) // settings.blocks) for n in range(1, settings.turns + 1)}
+    assert turns in waves
+    if waves[1] == 1:
+        assert turns == 1
+    elif step < mosaic_plan.SHORT:
+        assert all(waves[turns] * (turns * step + 2) <= waves[n] * (n * step + 2) for n in waves)
+    else:
+        assert waves[turns] >= 4
+
+
 def lowers(function, *args):
     text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
@@ -232,7 +249,7 @@ def test_prefill_lowers_for_cuda():
     ("dtype", "rank", "page", "reason"),
     [
         (jnp.float32, RANK, 64, "float32"),
-        (jnp.bfloat16, 96, 64, "96"),
+        (jnp.bfloat16, 384, 64, "multiples of 256 latent values in rows of multiples of 64, got 384 in 576"),
         (jnp.bfloat16, RANK, 24, "24"),
         (jnp.float8_e4m3fn, 256, 64, "8-bit latents of 512 values in rows of 576, got 256 in 576"),
     ],

@@ -1,0 +1,1 @@
+"""What stands between the products of a draft's layer."""
