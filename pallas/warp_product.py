@@ -19,11 +19,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas import inline
+from pallas.layouts import WIDE
 
 ROWS = 64
 DEPTH = 64
 """Inputs of an operand, a line of 128 bytes."""
-WIDE = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
 HELD = plgpu.Layout.WGMMA
 LINE = 2 * DEPTH
 Words = list[ir.Value]

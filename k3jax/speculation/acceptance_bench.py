@@ -16,7 +16,7 @@ from k3jax.speculation.drafters import Proposal
 from k3jax.speculation.state import SpeculativeState
 from pallas import timing
 from pallas.benchmark import Check, Measurement, compiled, floor_us, measured_peer
-from pallas.dispatch import Implementation
+from pallas.dispatch import Implementation, select
 
 DRAFTS, VOCABULARY, SMALL = 7, 163840, 1280
 Inputs = tuple[jax.Array, Proposal, SpeculativeState, parts.Given]
@@ -43,11 +43,11 @@ def draw(size: int, temperature: float, penalty: float, seed: Any) -> Inputs:
 
 def program(kind: Implementation, rule: Rule) -> Callable[..., parts.Judged]:
     """`parts.judge` of requests without filters, by kernels, portable, or by whatever serves the device."""
-    ways = {None: parts.judge, "mosaic": parts.by_kernels, "xla": parts.portable}
+    judge = select(kind, mosaic=parts.by_kernels, xla=parts.portable)
 
     def run(logits: jax.Array, proposal: Proposal, state: SpeculativeState, given: parts.Given) -> parts.Judged:
         limit = jnp.full(1, DRAFTS, jnp.int32)
-        return ways[kind](logits, proposal, state, given, parts.Options(rule, sampling.NO_FILTERS), limit)
+        return judge(logits, proposal, state, given, parts.Options(rule, sampling.NO_FILTERS), limit)
 
     return jax.jit(run)
 

@@ -7,6 +7,7 @@ The third decides. Nothing is written but what blocks tell each other, some kilo
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,8 @@ def require_supported(target: tuple[int, ...], draft: tuple[int, ...]) -> None:
     require_capability("acceptance mosaic", HOPPER, BLACKWELL)
     if not 1 < target[1] <= ROWS or draft[1] != target[1] - 1:
         raise NotImplementedError(f"acceptance mosaic serves up to {ROWS - 1} drafts, got {draft[1]} for {target[1]}")
+    if (size := math.prod(target)) >= 2**31:
+        raise NotImplementedError(f"acceptance mosaic serves fewer than 2^31 logits, got {size}")
     Settings.of(target[2])
 
 
@@ -192,7 +195,7 @@ def weigh(
     wide = partial(tiles.spread, columns=cut.columns)
     mass = tiles.exp(score - wide(laws.score_top))
     residual = mass * wide(weight) - tiles.exp(draft - wide(laws.draft_top)) * wide(taken)
-    residual = jnp.maximum(residual, 0.0)
+    residual = jnp.where(residual > 0.0, residual, 0.0)  # also where the draft is not a number
     total = jnp.sum(residual, axis=1)
     # Of a residual of nothing but zeros, the target itself.
     value = jnp.where(here.random, (residual + FAINT * mass) * drawn, score)

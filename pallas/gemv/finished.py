@@ -59,7 +59,7 @@ def finished(
     x is float16 as of `widen.to_half`. Raises `NotImplementedError` with the reason for what is not served.
     """
     rows, depth = matrix.codes.shape
-    cut = settings or settings_for([rows], depth, narrow=True, whole=finish.whole)
+    cut = settings or settings_for([rows], depth, narrow=True, finished=True, whole=finish.whole)
     require_supported(x, [rows], narrow=True)
     require_cut(rows, depth, cut, narrow=True, whole=finish.whole)
     call = _call((rows,), jnp.float32, depth, cut, interpret, narrow=True, finish=finish)

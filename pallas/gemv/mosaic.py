@@ -26,13 +26,13 @@ from pallas.dispatch import BLACKWELL, HOPPER, MULTIPROCESSORS, multiprocessors,
 from pallas.gemv import widen, xla
 from pallas.gemv.finish import Finish
 from pallas.gemv.int8 import BOX, Int8Matrix
+from pallas.layouts import WIDE
 from pallas.transposed_store import emulated_store, store
 
 ROWS = 64
 MOST_TOKENS = 16
 DEPTH = 64
 """Inputs of a buffer, one swizzled tile: 128 bytes."""
-WIDE = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
 SLICES = (1, 2, 3, 4, 5, 6, 7, 8)
 HEIGHTS = (64, 56, 48)
 """Of tiles; lower ones leave too little under way in a ring."""
@@ -74,21 +74,24 @@ class Settings:
         return self.members * self.slices * (BOX if narrow else DEPTH)
 
 
-def settings_for(rows: Sequence[int], depth: int, *, narrow: bool = False, whole: bool = False) -> Settings:
+def settings_for(
+    rows: Sequence[int], depth: int, *, narrow: bool = False, finished: bool = False, whole: bool = False
+) -> Settings:
     """The cut of the shortest expected time, and tiles of their own for shallow matrices.
 
-    Matrices of few tiles are cut into lower ones, so that every block gets as many, or along their depth; if `whole`,
-    not along their depth, and into tiles that do not overlap.
+    Matrices of few tiles are cut into lower ones, so that every block gets as many, or along their depth. Sums that
+    are `finished` in the kernel are those of the whole depth, of tiles that a block's warpgroups share. If `whole`,
+    tiles do not overlap.
     """
     blocks = multiprocessors()
-    if depth <= SHALLOW:
+    if depth <= SHALLOW and not finished:
         # Many small rings: a tile is a few boxes, and between two of them nothing is under way.
         return Settings(shared=False, stages=2, blocks=2 * blocks)
-    kinds = itertools.product(SLICES, HEIGHTS)
+    kinds = itertools.product((1,) if finished else SLICES, HEIGHTS)
     cuts = [Settings(slices=slices, height=height, blocks=blocks) for slices, height in kinds]
     usable = [cut for cut in cuts if depth % cut.unit(narrow=narrow) == 0]
     if whole:
-        usable = [cut for cut in usable if cut.slices == 1 and not any(count % cut.height for count in rows)]
+        usable = [cut for cut in usable if not any(count % cut.height for count in rows)]
 
     def expected_us(cut: Settings) -> float:
         tiles = sum(-(-count // cut.height) for count in rows)
@@ -107,13 +110,8 @@ def matmuls(
     interpret: Any = None,
     settings: Settings | None = None,
     scales: Sequence[Float32[Array, " _"]] = (),
-    *,
-    added: bool = True,
-) -> tuple[Float[Array, "*slices M _"], ...]:
-    """`api.matmuls`; `scales` of the outputs where the weights are int8.
-
-    Without `added`: the slices' sums [slices, M, _], yet to be added and rounded.
-    """
+) -> tuple[Float[Array, "M _"], ...]:
+    """`api.matmuls`; `scales` of the outputs where the weights are int8."""
     tokens, depth = x.shape
     sizes = tuple(matrix.shape[0] for matrix in weights)
     dtypes = tuple(dtypes or (x.dtype,) * len(sizes))
@@ -138,8 +136,6 @@ def matmuls(
         emulated=interpret is not None,
     )
     sums = kernel(call, interpret)(x, *weights, *scales)
-    if not added:
-        return tuple(sums)
     return tuple(jnp.sum(part, axis=0).astype(dtype) for part, dtype in zip(sums, dtypes))
 
 

@@ -20,7 +20,6 @@ from pallas.kda.mosaic_chunk import (
     CHUNK,
     NARROW,
     PRODUCT,
-    WIDE,
     emulated_product,
     halves,
     tensor_core_product,
@@ -28,6 +27,7 @@ from pallas.kda.mosaic_chunk import (
 from pallas.kda.mosaic_intra import Operands
 from pallas.kda.mosaic_state import SIDE, STAGES, advance, emulated_advance, half_chunk_decay, segment_chunks
 from pallas.kda.mosaic_token import CHANNELS, pl_ds
+from pallas.layouts import WIDE
 
 COPIES = 6
 LOCAL, TRANSITION = 0, 1

@@ -29,7 +29,6 @@ from pallas.kda.mosaic_widen import emulated_widen, widen
 BLOCK, CHUNK, TILE, SIDES = 64, 32, 16, 2
 HALF = CHANNELS // 2
 LOG2_E = 1.4426950408889634
-WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 NARROW = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(64))
 PADDED = CHUNK + 8
 """Floats from row to row of the inverse, so that a product's eight rows at a time lie in banks of their own."""

@@ -32,7 +32,6 @@ from pallas.kda.mosaic_chunk import (
     RUN_LAYOUT,
     SIDES,
     TILE,
-    WIDE,
     Backend,
     difference_matrix,
     gate_rows,
@@ -46,6 +45,7 @@ from pallas.kda.mosaic_chunk import (
 )
 from pallas.kda.mosaic_token import CHANNELS, MULTIPROCESSORS, pl_ds
 from pallas.kda.types import KdaWeights
+from pallas.layouts import WIDE
 
 HALF_TILES = BLOCK // TILE // 2
 """Tiles of 16 tokens in a part's half of a piece."""

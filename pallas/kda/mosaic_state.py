@@ -28,7 +28,6 @@ from pallas.kda.mosaic_chunk import (
     CHUNK,
     NARROW,
     PRODUCT,
-    WIDE,
     Widen,
     over_columns,
     over_rows,
@@ -36,6 +35,7 @@ from pallas.kda.mosaic_chunk import (
 from pallas.kda.mosaic_intra import Operands, Packing
 from pallas.kda.mosaic_token import CHANNELS, pl_ds
 from pallas.kda.mosaic_widen import emulated_widen, widen
+from pallas.layouts import WIDE
 
 SIDE = CHANNELS // 2
 STAGES = 4

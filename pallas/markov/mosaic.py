@@ -23,12 +23,12 @@ from pallas import inline
 from pallas.dispatch import MULTIPROCESSORS, multiprocessors, require_hopper
 from pallas.gemv import widen
 from pallas.gemv.int8 import BOX, Int8Matrix
+from pallas.layouts import WIDE
 from pallas.markov import meeting
 from pallas.transposed_store import emulated_store, store
 
 ROWS, COLUMNS = 64, 8
 """Of a product. The first column is the row's; the others are neighbours in the table of embeddings."""
-WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 LAYOUT = plgpu.Layout.WGMMA
 RING_BYTES = 128 << 10
 """Of shared memory for tiles; more of them are kept longer, and are no quicker."""

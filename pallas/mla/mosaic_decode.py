@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
+from pallas.layouts import WIDE
 from pallas.mla import mosaic_join, mosaic_meet, mosaic_plan, mosaic_share, mosaic_signals
 from pallas.mla import mosaic_roles as roles
 from pallas.mla.mosaic_plan import (
@@ -30,7 +31,6 @@ from pallas.mla.mosaic_plan import (
     NARROW_VALUES,
     PIECE,
     TILE,
-    WIDE,
     Plan,
     Settings,
     part_tiles,
@@ -96,10 +96,8 @@ def attend(
     )(absorbed, shared, pool, page_table, start, length, scales)
     if joined:
         return joined[0]
-    if interpret is not None:
-        settings = dataclasses.replace(settings, least=plan.least)
-        return mosaic_join.join(mixed, stats, length, queries, settings, interpret)
-    return mosaic_share.join(plan, mixed, stats, length, queries)
+    joining = mosaic_share if interpret is None else mosaic_join
+    return joining.join(plan, mixed, stats, length, queries)
 
 
 def _buffers(plan: Plan, dtype: Any) -> dict[str, Any]:

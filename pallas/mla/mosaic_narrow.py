@@ -26,7 +26,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from pallas import dispatch, inline, warp_product
-from pallas.mla.mosaic_plan import CHUNK, NARROW_KEYS, NARROW_VALUES, PIECE, PRODUCT, TILE, WIDE, Plan
+from pallas.layouts import WIDE
+from pallas.mla.mosaic_plan import CHUNK, NARROW_KEYS, NARROW_VALUES, PIECE, PRODUCT, TILE, Plan
 
 STEP = 16
 """Depth of a tensor-core instruction: channels of scores, tokens of values."""

@@ -20,7 +20,6 @@ STAGES, STAGES_NARROW = 2, 4
 """Tiles in shared memory."""
 MOST_QUERIES = 48
 """Queries of a block: what accumulators and shared memory hold."""
-WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 PIECE = 128
 """Channels of a piece of 8-bit values: a line of 128 bytes, the most that a swizzled copy fetches at once."""
 NARROW_VALUES = (plgpu.SwizzleTransform(PIECE),)

@@ -18,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas import dispatch, warp_product
-from pallas.mla.mosaic_plan import LOG2_E, LOWEST, PRODUCT, WIDE
+from pallas.layouts import WIDE
+from pallas.mla.mosaic_plan import LOG2_E, LOWEST, PRODUCT
 
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 QUERIES = 64

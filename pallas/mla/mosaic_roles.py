@@ -26,6 +26,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas import inline
+from pallas.layouts import WIDE
 from pallas.mla import mosaic_columns, mosaic_meet, mosaic_narrow, mosaic_share
 from pallas.mla.mosaic_plan import (
     CHUNK,
@@ -38,7 +39,6 @@ from pallas.mla.mosaic_plan import (
     PIECE,
     PRODUCT,
     TILE,
-    WIDE,
     Plan,
 )
 from pallas.mla.mosaic_product import product_for

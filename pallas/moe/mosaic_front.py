@@ -24,6 +24,7 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
 from pallas import dispatch, inline
 from pallas.gemv import xla as gemv_xla
+from pallas.layouts import WIDE
 from pallas.moe import mosaic_route, xla
 from pallas.moe.types import Front, Routing
 from pallas.precision import einsum
@@ -43,7 +44,6 @@ STEP = GROUPS * DEPTH
 """Inputs that the warpgroups of a block take at a time, each a buffer."""
 EARLIER = 8
 """How many outputs fewer a tile of the router has."""
-WIDE = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

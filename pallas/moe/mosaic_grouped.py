@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float32, Int32, UInt8
 
 from pallas import dispatch, warp_product
+from pallas.layouts import WIDE
 from pallas.moe import grouped
 from pallas.moe.mosaic_boxes import CONSUMERS, PLANES, TILE, Cut, Settings, Walk
 from pallas.moe.mosaic_expand import (
@@ -32,8 +33,6 @@ from pallas.moe.types import PackedExperts
 from pallas.moe.xla import combine
 from pallas.transposed_store import emulated_store, store
 
-WIDE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-"""How activations lie in shared memory: lines of 128 bytes."""
 BLOCKS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 """Tokens of a block to choose from."""
 COST_OF_A_BLOCK = 24.0

@@ -159,6 +159,18 @@ def test_layers_are_the_same(config, causal):
     assert relative(logits[0, :-1], hidden[0, :-1].astype(jnp.float32) @ codes.T) < 0.02
 
 
+@pytest.mark.slow
+def test_lowers_for_cuda(config, monkeypatch):
+    monkeypatch.setattr(block_kernels, "require_capability", lambda *_: None)
+    draft, rows = build(config), Rows(*(jnp.zeros(shape, jnp.int32) for shape in (1, (1, 2), 1, 1)))
+    x, pools = jnp.zeros((1, TOKENS, 512), jnp.bfloat16), (jnp.zeros((6, PAGE, 320), jnp.bfloat16),) * 2
+    head, position = draft.optional["head"][...], jnp.zeros((1, TOKENS), jnp.int32)
+    run = jax.jit(lambda x, pools: block_kernels.run(draft, x, position, pools, rows, head))
+    lowered = run.trace(x, pools).lower(lowering_platforms=("cuda",)).as_text()
+    for name in ("gemv", "draft_latents", "mla_decode"):
+        assert name in lowered
+
+
 @pytest.mark.usefixtures("stand_ins")
 def test_other_drafts_are_refused(config):
     x = jnp.zeros((1, TOKENS, 512), jnp.bfloat16)

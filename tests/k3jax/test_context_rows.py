@@ -50,6 +50,17 @@ def test_rows_are_those_of_layer_by_layer(draft):
         assert np.mean(np.asarray(one) != np.asarray(before)) > 0.2
 
 
+@pytest.mark.slow
+def test_lowers_for_cuda(draft, monkeypatch):
+    monkeypatch.setattr(context_rows, "require_capability", lambda *_: None)
+    number = jnp.ones(1, jnp.int32)
+    pools = (jnp.zeros((5, PAGE, RANK + SHARED), jnp.bfloat16),) * LAYERS
+    context = jnp.zeros((1, context_rows.TOKENS, WIDTH), jnp.bfloat16)
+    run = jax.jit(lambda *given: context_rows.store(draft, *given, Rows(number, number[None], number, number)))
+    lowered = run.trace(pools, context).lower(lowering_platforms=("cuda",)).as_text()
+    assert "latent_rows" in lowered
+
+
 def test_refusals_name_the_reason(draft):
     shape = (1, context_rows.TOKENS, WIDTH)
     pools = (jnp.zeros((1, 1, 1), jnp.bfloat16),) * LAYERS

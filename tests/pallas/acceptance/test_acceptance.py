@@ -156,6 +156,13 @@ def test_interpreted():
     np.testing.assert_array_equal(stands.finite, [0, 0, 0, 1, 1])
     np.testing.assert_array_equal(stands.count[:3], 1)
     np.testing.assert_array_equal(stands.goes_on[:3], 0)
+    # Drafts without a distribution do not stand; what follows is the target's own.
+    target, draft, token, requests, seen = inputs_of(0)
+    stands = program("block", ONE)(target, draft.at[0].set(jnp.nan), token, requests, seen)
+    score = np.asarray(target[0, 0], np.float64) / float(requests.temperature[0])
+    gumbel = noise_of(int(requests.seed[0]), int(seen.position[0]), STREAMS[1])[1]
+    assert (int(stands.accepted[0]), int(stands.token[0, 0])) == (0, np.argmax(score + gumbel))
+    assert bool(stands.finite[0])
 
 
 @pytest.mark.slow
@@ -191,9 +198,14 @@ def test_cut(size, blocks, told):
     assert (cut.blocks, cut.told) == (blocks, told)
 
 
-def test_refusals_name_the_reason():
+def test_refusals_name_the_reason(monkeypatch):
     with pytest.raises(NotImplementedError, match="multiples of 1280 tokens, got 64"):
         mosaic.Settings.of(64)
     given = inputs_of(0)
     with pytest.raises(NotImplementedError, match="GPU"):
         acceptance.judge("block", *given, STREAMS)
+    monkeypatch.setattr(mosaic, "require_capability", lambda *_: None)
+    for shape, reason in (((1, 9, 1280), "up to 7 drafts"), ((1, 1, 1280), "7 drafts"), ((1639, 8, 163840), "2.31")):
+        with pytest.raises(NotImplementedError, match=reason):
+            mosaic.require_supported(shape, (shape[0], shape[1] - 1, shape[2]))
+    mosaic.require_supported((1638, 8, 163840), (1638, 7, 163840))

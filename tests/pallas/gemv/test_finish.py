@@ -87,6 +87,17 @@ def test_parts_of_the_depth_are_one_turn():
     assert (cut.slices, cut.groups, 7168 % cut.unit(narrow=True)) == (4, 2, 0)
 
 
+@pytest.mark.parametrize(("rows", "depth"), [(1920, 1536), (3072, 7168), (768, 512)])
+@pytest.mark.parametrize("whole", [True, False])
+def test_sums_that_are_finished_are_those_of_the_whole_depth(rows, depth, whole):
+    """However few tiles or inputs there are; and all warpgroups of a block finish a tile together."""
+    other = mosaic.settings_for([rows], depth, narrow=True)
+    assert other.slices > 1 or not other.shared
+    cut = mosaic.settings_for([rows], depth, narrow=True, finished=True, whole=whole)
+    assert (cut.slices, cut.shared) == (1, True)
+    assert not whole or rows % cut.height == 0
+
+
 def test_what_is_not_served_is_refused():
     x, matrix, _ = draw(96)
     for given, kind, cut, reason in (

@@ -29,6 +29,14 @@ def test_noise(seed, position, temperature):
     assert float(scale[0]) == (1 / temperature if temperature else 1.0)
 
 
+@pytest.mark.slow
+def test_lowers_for_cuda(monkeypatch):
+    monkeypatch.setattr(gumbel, "require_capability", lambda *_: None)
+    given = [jax.ShapeDtypeStruct((1,), kind) for kind in (jnp.uint32, jnp.int32, jnp.float32)]
+    run = jax.jit(functools.partial(gumbel.noise, stream=STREAM, shape=(7, 163840)))
+    assert "markov_noise" in run.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def test_refusals_name_the_reason():
     with pytest.raises(NotImplementedError, match="GPU"):
         gumbel.noise(*(jnp.zeros(1, kind) for kind in (jnp.uint32, jnp.int32, jnp.float32)), STREAM, SHAPE)
