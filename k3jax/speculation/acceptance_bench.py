@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax import sampling
 from k3jax.cache import K3Cache, Rows
@@ -15,10 +16,11 @@ from k3jax.speculation.acceptance import Rule
 from k3jax.speculation.drafters import Proposal
 from k3jax.speculation.state import SpeculativeState
 from pallas import timing
+from pallas.acceptance import mosaic
 from pallas.benchmark import Check, Measurement, compiled, floor_us, measured_peer
 from pallas.dispatch import Implementation, select
 
-DRAFTS, VOCABULARY, SMALL = 7, 163840, 1280
+DRAFTS, VOCABULARY, SMALL = 7, 163840, 128
 Inputs = tuple[jax.Array, Proposal, SpeculativeState, parts.Given]
 
 
@@ -43,8 +45,17 @@ def draw(size: int, temperature: float, penalty: float, seed: Any) -> Inputs:
 
 def program(kind: Implementation, rule: Rule) -> Callable[..., parts.Judged]:
     """`parts.judge` of requests without filters, by kernels, portable, or by whatever serves the device."""
-    judge = select(kind, mosaic=parts.by_kernels, xla=parts.portable)
+    return _jitted(select(kind, mosaic=parts.by_kernels, xla=parts.portable), rule)
 
+
+def interpreted(rule: Rule) -> Callable[..., parts.Judged]:
+    """The same by the kernels without a GPU, for `SMALL` tokens."""
+    cut = mosaic.Settings.of(SMALL, columns=8, groups=1)
+    judge = functools.partial(mosaic.judge, interpret=plgpu.InterpretGPUParams(), settings=cut)
+    return _jitted(functools.partial(parts.by_kernels, judge=judge), rule)
+
+
+def _jitted(judge: Callable[..., parts.Judged], rule: Rule) -> Callable[..., parts.Judged]:
     def run(logits: jax.Array, proposal: Proposal, state: SpeculativeState, given: parts.Given) -> parts.Judged:
         limit = jnp.full(1, DRAFTS, jnp.int32)
         return judge(logits, proposal, state, given, parts.Options(rule, sampling.NO_FILTERS), limit)
@@ -53,11 +64,15 @@ def program(kind: Implementation, rule: Rule) -> Callable[..., parts.Judged]:
 
 
 def gate(implementation: Implementation = None) -> list[Check]:
-    """What stands and is emitted against the portable form, for both rules and several kinds of requests."""
-    size = VOCABULARY if jax.default_backend() == "gpu" else SMALL
-    checks = []
+    """What stands and is emitted against the portable form, for both rules and several kinds of requests.
+
+    Without a GPU and a named implementation the kernels are interpreted.
+    """
+    gpu = jax.default_backend() == "gpu"
+    size, checks = VOCABULARY if gpu else SMALL, []
     for rule in ("block", "standard"):
-        runs = [program(kind, rule) for kind in (implementation, "xla")]
+        ours = program(implementation, rule) if gpu or implementation else interpreted(rule)
+        runs = ours, program("xla", rule)
         for temperature, penalty in ((1.0, 1.0), (0.7, 1.2), (0.0, 1.0)):
             for seed in range(3):
                 ours, other = (run(*draw(size, temperature, penalty, seed)) for run in runs)

@@ -1,6 +1,7 @@
 """The parts of a speculative step after the draft: verify, judge, commit. `step.speculate` puts them together."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -113,12 +114,17 @@ def by_kernels(
     given: Given,
     options: Options,
     limit: Int32[Array, " B"],
+    *,
+    judge: Callable[..., kernels.Stands] | None = None,
 ) -> Judged:
-    """`judge` in three launches, refusing where more than penalties and temperature may be at work."""
+    """`judge` in three launches, refusing where more than penalties and temperature may be at work.
+
+    `judge` stands for `pallas.acceptance.judge`, interpreted for example.
+    """
     if options.filters != sampling.NO_FILTERS or given.rules is not None or proposal.scores is None:
         raise NotImplementedError("acceptance by kernels serves drafts of known scores, without filters and rules")
     params, history = given.params, state.history
-    stands = kernels.judge(
+    stands = (judge or kernels.judge)(
         options.rule,
         logits,
         proposal.scores,

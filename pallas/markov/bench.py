@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas import gemv, timing
 from pallas.benchmark import Check, Measurement, compiling, floor_us, measured_peer
 from pallas.dispatch import Implementation
-from pallas.markov import api
+from pallas.markov import api, mosaic
 
 CALLS = 8
 """Of a program, each from the last token of the one before."""
@@ -42,13 +43,25 @@ def draw(shape: Shape, seed: int = 0) -> tuple[Any, ...]:
     return logits, noise, jnp.float32(shape.rank**-0.5), jnp.int32(shape.vocabulary - 1), table, gemv.quantize(head)
 
 
+def interpreted(*arguments: Any) -> api.Walk:
+    """`api.walk` by the kernel without a GPU."""
+    *rest, head = arguments
+    cut = mosaic.Settings(groups=2, blocks=1, slots=2)
+    return api.Walk(*mosaic.walk(*rest, *head, interpret=plgpu.InterpretGPUParams(), settings=cut))
+
+
 def gate(implementation: Implementation = None) -> list[Check]:
-    """Tokens and scores against the portable walk."""
-    shape = K3 if jax.default_backend() == "gpu" else SMALL
-    checks = []
+    """Tokens and scores against the portable walk.
+
+    Without a GPU and a named implementation the kernel is interpreted.
+    """
+    gpu = jax.default_backend() == "gpu"
+    shape, checks = K3 if gpu else SMALL, []
+    walk = functools.partial(api.walk, implementation=implementation) if gpu or implementation else interpreted
+    runs = jax.jit(walk), jax.jit(functools.partial(api.walk, implementation="xla"))
     for seed in range(3):
         inputs = draw(shape, seed)
-        ours, other = (jax.jit(functools.partial(api.walk, implementation=i))(*inputs) for i in (implementation, "xla"))
+        ours, other = (run(*inputs) for run in runs)
         checks.append(Check(f"scores, draw {seed}", timing.relative_rms(ours.score, other.score), 1e-5))
         checks.append(Check(f"tokens, draw {seed}", float(jnp.sum(ours.token != other.token)), 0.0))
     return checks

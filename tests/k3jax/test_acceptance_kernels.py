@@ -1,26 +1,19 @@
 """`judge` by kernels, interpreted, gives what its portable form gives: blocks, and each row's numbers after them."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax import sampling
 from k3jax.speculation import acceptance_bench, parts
-from pallas.acceptance import mosaic
 
-SIZE = 128
+SIZE = acceptance_bench.SMALL
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "standard"])
-def test_kernels_agree_with_the_portable_form(rule, monkeypatch):
-    cut = mosaic.Settings.of(SIZE, columns=8, groups=1)
-    judge = functools.partial(mosaic.judge, interpret=plgpu.InterpretGPUParams(), settings=cut)
-    monkeypatch.setattr(parts.kernels, "judge", judge)
-    kernels, portable = (acceptance_bench.program(kind, rule) for kind in ("mosaic", "xla"))
+def test_kernels_agree_with_the_portable_form(rule):
+    kernels, portable = acceptance_bench.interpreted(rule), acceptance_bench.program("xla", rule)
     for seed, (temperature, penalty) in enumerate([(1.0, 1.0), (0.7, 1.2), (0.0, 1.0)]):
         inputs = acceptance_bench.draw(SIZE, temperature, penalty, seed)
         ours, other = kernels(*inputs), portable(*inputs)
