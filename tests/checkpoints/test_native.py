@@ -1,5 +1,6 @@
 """Saving and restoring through orbax, on other topologies, and what is refused."""
 
+import gc
 import json
 
 import jax
@@ -153,11 +154,13 @@ def test_missing_and_damaged_groups_are_listed(damaged):
         ("state/ocdbt.process_0/d/*", "layer_001: cannot be read"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <coroutine object:pytest.PytestUnraisableExceptionWarning")
 def test_lost_files_are_one_clear_error(damaged, files, message):
     for file in (damaged / "parameters" / "layer_001").glob(files):
         file.write_bytes(b"")
     with pytest.raises(CheckpointError, match=message):
         checkpoints.restore(damaged)
+    gc.collect()  # orbax's unfinished readings of other arrays complain when they are collected: here, in no later test
 
 
 @pytest.mark.parametrize(
