@@ -26,10 +26,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from k3jax.cache import Leaf
 from k3jax.conditional import run_if
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this one mean argmax."""
-
+from pallas.random_bits import GREEDY_BELOW
 
 DIGITS, BASE = 8, 16
 """Digits that find a threshold among all float32 numbers, each in one pass over the logits."""

@@ -3,10 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 
 def asm(
@@ -77,3 +80,39 @@ def elements(registers: Any) -> Iterator[ir.Value]:
             continue
         for place in range(ir.VectorType(register.type).shape[0]):
             yield vector.extract(register, dynamic_position=[], static_position=[place])
+
+
+def numbers(values: Sequence[ir.Value], like: Any) -> Any:
+    """An array of float32, laid out as `like`, of single numbers by thread."""
+    registers = np.empty(like.registers.shape, dtype=object)
+    kind = ir.VectorType.get((1,), ir.F32Type.get())
+    registers.flat[:] = [vector.broadcast(kind, value) for value in values]
+    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
+
+
+def gather(source: Any, places: tuple[jax.Array, ...], layout: Any) -> jax.Array:
+    """`source` in device memory at these places, in float32, from a kernel's body; a thread holds single numbers."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *(layout,) * len(places)),
+        return_type=plgpu.ShapeDtypeStruct(places[0].shape, jnp.float32, layout=layout),
+    )
+    def run(_: Any, source: ir.Value, *places: Any) -> Any:
+        f32, found = ir.F32Type.get(), []
+        for at in zip(*(elements(place.registers) for place in places), strict=True):
+            value = memref.load(source, [index(place) for place in at])
+            found.append(value if value.type == f32 else arith.extf(f32, value))
+        return numbers(found, places[0])
+
+    return run(source, *places)
+
+
+def scatter(target: Any, places: jax.Array, values: jax.Array, layout: Any) -> None:
+    """target[places] = values in device memory, from a kernel's body; equal places have equal values."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def run(_: Any, target: ir.Value, places: Any, values: Any) -> None:
+        for place, value in zip(elements(places.registers), elements(values.registers), strict=True):
+            memref.store(value, target, [index(place)])
+
+    run(target, places, values)

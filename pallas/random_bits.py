@@ -12,6 +12,9 @@ from jax import lax
 Key = tuple[jax.Array, jax.Array]
 """Two words of 32 bits: scalars, or arrays of keys."""
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below this one mean the most likely token."""
+
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _TINY = 2.0**-126

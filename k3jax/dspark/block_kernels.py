@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32
 
 from k3jax.cache import Rows
 from k3jax.dspark.config import DraftMla
-from k3jax.layers.draft_attention import MlaDraftAttention, Pool
+from k3jax.layers.draft_attention import MlaDraftAttention, Pool, Pools, first_and_length
 from k3jax.layers.rope import angles
 from pallas import gemv
 from pallas.dispatch import BLACKWELL, HOPPER, require_capability
@@ -25,7 +25,6 @@ from pallas.gemv.widen import to_half
 from pallas.mla import mosaic as attention
 from pallas.mla import mosaic_plan
 
-Pools = tuple[Pool, ...]
 SHORT = 2048
 """Tokens that a page table of a short context has room for."""
 
@@ -63,14 +62,10 @@ def run(
     """The layers over a block of tokens: what its logits are made of, these if there is a `head`, the pools."""
     require_supported(draft, x, pools[0])
     eps, after = draft.config.norm_eps, []
-    room = block.page_table.shape[1] * pools[0].shape[1]
-    length = jnp.minimum(block.length + block.query_length, room)
     given = Given(
         jnp.concatenate(angles(position, draft.config.rope, draft.config.attention.qk_rope_head_dim), axis=1)[0],
         latents.Places(block.page_table[0], block.length, block.query_length),
-        # A query at the last position or beyond it sees every row.
-        block.length if draft.config.causal else jnp.maximum(length - 1, 0),
-        length,
+        *first_and_length(block, pools[0], causal=draft.config.causal),
     )
     wide = x[0].astype(jnp.float32)
     half = to_half(wide * draft.layers[0].attention_norm.weight[...].astype(jnp.float32)[None])

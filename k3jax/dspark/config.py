@@ -49,6 +49,11 @@ class Rope:
     interleaved: bool
     yarn: Yarn | None = None
 
+    @property
+    def attention_factor(self) -> float:
+        """Multiplies cosines and sines."""
+        return 1.0 if self.yarn is None else self.yarn.attention_factor
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DraftGqa:

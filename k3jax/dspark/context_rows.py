@@ -7,17 +7,14 @@ from jaxtyping import Array, Float
 
 from k3jax.cache import Rows
 from k3jax.dspark.config import DraftMla
-from k3jax.layers.draft_attention import Pool
+from k3jax.layers.draft_attention import Pools
 from k3jax.layers.rope import frequencies
 from pallas import gemv
 from pallas.dispatch import BLACKWELL, HOPPER, require_capability
 from pallas.gemv import finished
+from pallas.gemv.finish import TOKENS
 from pallas.gemv.widen import to_half
 from pallas.mla import mosaic_rows
-
-Pools = tuple[Pool, ...]
-TOKENS = 8
-"""Of a block, the anchor included: as many rows as the product takes at a time."""
 
 
 def require_supported(draft: Any, pools: Pools, context: Float[Array, "B T D"]) -> None:
@@ -41,8 +38,8 @@ def store(draft: Any, pools: Pools, context: Float[Array, "B T D"], rows: Rows, 
     config, sizes = draft.config, draft.config.attention
     matrices = tuple(matrix for layer in layers for matrix in layer.row_matrices())
     products = finished.slices(to_half(context[0]), matrices, interpret=interpret)
-    factor = 1.0 if config.rope.yarn is None else config.rope.yarn.attention_factor
-    rotation = mosaic_rows.Rotation(frequencies(config.rope, sizes.qk_rope_head_dim), factor, config.rope.interleaved)
+    rope, angles = config.rope, frequencies(config.rope, sizes.qk_rope_head_dim)
+    rotation = mosaic_rows.Rotation(angles, rope.attention_factor, rope.interleaved)
     return mosaic_rows.store(
         products,
         [layer.kv_norm.weight[...] for layer in layers],

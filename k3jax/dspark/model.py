@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from k3jax.cache import Rows
 from k3jax.dspark import block_kernels, context_rows
 from k3jax.dspark.config import DSparkConfig
-from k3jax.layers.draft_attention import Pool, draft_attention
+from k3jax.layers.draft_attention import Pool, Pools, draft_attention
 from k3jax.layers.markov import MarkovHead
 from k3jax.layers.norm import RmsNorm
 from k3jax.layers.weight import Weight, param
@@ -27,7 +27,6 @@ from pallas import gemv, mla
 from pallas.dispatch import Implementation, select
 from pallas.precision import einsum
 
-Pools = tuple[Pool, ...]
 """Context rows of each draft layer, paged like the target's latents."""
 
 

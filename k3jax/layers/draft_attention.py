@@ -16,6 +16,7 @@ from pallas.precision import einsum
 
 Pool = Float[Array, "pages page L"]
 """Cached rows of a draft layer, by page."""
+Pools = tuple[Pool, ...]
 
 
 def masked_softmax(
@@ -35,6 +36,14 @@ def visible_rows(block: Rows, context: int, width: int, *, causal: bool) -> Bool
     own = own & jnp.tril(jnp.ones((width, width), bool))[None] if causal else own
     own = own | jnp.eye(width, dtype=bool)[None]
     return jnp.concatenate([jnp.broadcast_to(seen[:, None], (seen.shape[0], width, context)), own], axis=-1)
+
+
+def first_and_length(block: Rows, pool: Pool, *, causal: bool) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
+    """Position of the first query as `mla.decode` wants it, and how many rows the pool has with the block's."""
+    room = block.page_table.shape[1] * pool.shape[1]
+    length = jnp.minimum(block.length + block.query_length, room)
+    # A query at the last position or beyond it sees every row.
+    return (block.length if causal else jnp.maximum(length - 1, 0)), length
 
 
 class GqaDraftAttention(nnx.Module):
@@ -167,10 +176,7 @@ class MlaDraftAttention(nnx.Module):
         compressed, projected = gemv.project(x, self.q_down[...], *self.row_matrices())
         rows = self.cached(position, projected)
         pool = mla.write_pages(pool, rows, block.page_table, block.length, block.valid(x.shape[1]))
-        room = block.page_table.shape[1] * pool.shape[1]
-        length = jnp.minimum(block.length + block.query_length, room)
-        # A query at the last position or beyond it sees every row.
-        start = block.length if causal else jnp.maximum(length - 1, 0)
+        start, length = first_and_length(block, pool, causal=causal)
         up = self.key_up, self.value_up[...]
         values = mla.decode(
             self.query(compressed, position), pool, block.page_table, *up, start, length, scale=self.scale

@@ -31,8 +31,7 @@ def angles(
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
     """Cosines and sines of each pair's angle at these positions, in float32, times YaRN's factor."""
     angle = position.astype(jnp.float32)[..., None] * jnp.asarray(frequencies(rope, dim), jnp.float32)[None, None]
-    factor = 1.0 if rope.yarn is None else rope.yarn.attention_factor
-    return factor * jnp.cos(angle), factor * jnp.sin(angle)
+    return rope.attention_factor * jnp.cos(angle), rope.attention_factor * jnp.sin(angle)
 
 
 def rotate(x: Float[Array, "B T *heads C"], position: Int32[Array, "B T"], rope: Rope) -> Float[Array, "B T *heads C"]:

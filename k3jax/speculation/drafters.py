@@ -20,7 +20,7 @@ from k3jax.dspark.model import Draft as Block
 from k3jax.dspark.model import DSpark, Pools, empty_pools
 from k3jax.model import K3, LayerTrace
 from k3jax.speculation.acceptance import Rule
-from k3jax.speculation.randomness import DRAFT, ROUGH, admitted, block_noise, keys, law, pick
+from k3jax.speculation.randomness import DRAFT, ROUGH, admitted, block_noise, keys, laws, pick, random_rows
 from k3jax.speculation.widths import Widths
 from pallas.dispatch import select
 
@@ -46,9 +46,7 @@ class Proposal(NamedTuple):
         if self.scores is None:
             assert self.probability is not None
             return self.probability
-        flat = self.scores.reshape(-1, self.scores.shape[-1])
-        each = jax.tree.map(lambda column: jnp.repeat(column, self.token.shape[1], axis=0), params)
-        return law(flat, flat, each).reshape(self.scores.shape)
+        return laws(self.scores, self.scores, params)
 
     def first(self, count: int) -> "Proposal":
         """The first `count` tokens alone."""
@@ -193,14 +191,12 @@ def _one_by_one(
         return pick(logits, kept[-1], params, noise[k])
 
     drafted = draft.sample(block, anchor, choose)
+    admissible = jnp.stack(kept, axis=1)
     if filters == sampling.NO_FILTERS and not draft.reduced:
-        random = (params.temperature >= sampling.GREEDY_BELOW)[:, None, None]
-        scores = jnp.where(random, jnp.stack(kept, axis=1), drafted.logits)
+        scores = jnp.where(random_rows(params)[:, None], admissible, drafted.logits)
         return Proposal(drafted.token, None, drafted.confidence, scores=scores)
     # Of all tokens at once: the next token's choice does not wait for this one's sum.
-    flat = (array.reshape(-1, array.shape[-1]) for array in (drafted.logits, jnp.stack(kept, axis=1)))
-    each = jax.tree.map(lambda column: jnp.repeat(column, len(kept), axis=0), params)
-    probability = draft.over_target_ids(law(*flat, each).reshape(drafted.logits.shape))
+    probability = draft.over_target_ids(laws(drafted.logits, admissible, params))
     return Proposal(drafted.token, probability, drafted.confidence)
 
 

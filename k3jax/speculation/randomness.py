@@ -58,7 +58,16 @@ def law(logits: Float[Array, "B V"], kept: Float32[Array, "B V"], params: sampli
     mass = jnp.exp(kept - jnp.take_along_axis(kept, best, axis=-1))
     random = mass / jnp.sum(mass, axis=-1, keepdims=True)
     one = jnp.arange(logits.shape[-1], dtype=best.dtype)[None] == best
-    return jnp.where(_random(params), random, one.astype(jnp.float32))
+    return jnp.where(random_rows(params), random, one.astype(jnp.float32))
+
+
+def laws(
+    logits: Float[Array, "B G V"], kept: Float32[Array, "B G V"], params: sampling.Sampling
+) -> Float32[Array, "B G V"]:
+    """`law` at every place of a block at once."""
+    each = jax.tree.map(lambda column: jnp.repeat(column, logits.shape[1], axis=0), params)
+    flat = (array.reshape(-1, array.shape[-1]) for array in (logits, kept))
+    return law(*flat, each).reshape(logits.shape)
 
 
 def pick(
@@ -66,10 +75,10 @@ def pick(
 ) -> Int32[Array, " B"]:
     """A token of each row's `law`, without its sum: the noise decides between unnormalised logits as well."""
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(row_keys)
-    return jnp.argmax(jnp.where(_random(params), kept + noise, logits), axis=-1).astype(jnp.int32)
+    return jnp.argmax(jnp.where(random_rows(params), kept + noise, logits), axis=-1).astype(jnp.int32)
 
 
-def _random(params: sampling.Sampling) -> Bool[Array, "B 1"]:
+def random_rows(params: sampling.Sampling) -> Bool[Array, "B 1"]:
     """Rows that are not greedy."""
     return (params.temperature >= sampling.GREEDY_BELOW)[:, None]
 
@@ -93,7 +102,7 @@ def _noise_by_kernel(
 def _noise(
     params: sampling.Sampling, position: Int32[Array, " 1"], shape: tuple[int, int]
 ) -> tuple[Float32[Array, "G V"], Float32[Array, " 1"]]:
-    places, random = jnp.arange(shape[0], dtype=jnp.int32), _random(params)
+    places, random = jnp.arange(shape[0], dtype=jnp.int32), random_rows(params)
     row_keys = jax.vmap(lambda place: keys(params.seed, position, DRAFT, place)[0])(places)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, shape[1:]))(row_keys)
     scale = jnp.where(random[:, 0], 1 / jnp.maximum(params.temperature, sampling.GREEDY_BELOW), 1.0)

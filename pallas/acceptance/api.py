@@ -1,7 +1,5 @@
 """Public function of acceptance by kernels."""
 
-from typing import Any
-
 from jaxtyping import Array, Float32, Int32
 
 from pallas.acceptance import mosaic
@@ -16,9 +14,6 @@ def judge(
     requests: Requests,
     seen: Seen,
     streams: tuple[int, int],
-    *,
-    interpret: Any = None,
-    settings: Any = None,
 ) -> Stands:
     """Accepts drafts by `rule` and draws what follows them.
 
@@ -27,6 +22,5 @@ def judge(
 
     A Mosaic kernel, for up to 7 drafts. Raises `NotImplementedError` with the reason for what it does not serve.
     """
-    if interpret is None:
-        mosaic.require_supported(target.shape, draft.shape)
-    return mosaic.judge(rule, target, draft, token, requests, seen, streams, interpret=interpret, settings=settings)
+    mosaic.require_supported(target.shape, draft.shape)
+    return mosaic.judge(rule, target, draft, token, requests, seen, streams)

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas.acceptance.tile import Tiles
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this one mean the most likely token."""
+from pallas.random_bits import GREEDY_BELOW
 
 
 class Arguments(NamedTuple):

@@ -22,9 +22,9 @@ ROWS, PARTS = 8, 8
 TILE = ROWS * PARTS
 NEAR = 8
 """Columns of a tile that are neighbours in a row."""
-WIDE = plgpu.Layout.WGMMA
+PRODUCT = plgpu.Layout.WGMMA
 """Of a tile, [64, columns]."""
-TALL = WIDE.reduce(1)
+TALL = PRODUCT.reduce(1)
 """Of one number for each tile row, [64]."""
 LAST = 2**31 - 1
 """Behind all tokens."""
@@ -40,7 +40,7 @@ class Tiles:
         """The number of each place along an axis."""
         if self.emulated:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
-        layout = WIDE if len(shape) == 2 else TALL
+        layout = PRODUCT if len(shape) == 2 else TALL
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
     def row(self, *columns: int) -> jax.Array:
@@ -57,7 +57,7 @@ class Tiles:
         """source[row, place] of device memory; places of neighbours in a tile must be neighbours."""
         if self.emulated:
             return source[...][row, place]
-        return gather(source, row, place, WIDE if row.ndim == 2 else TALL)
+        return gather(source, row, place, PRODUCT if row.ndim == 2 else TALL)
 
     def store(self, target: Any, row: jax.Array, column: Any, value: jax.Array, rows: int = ROWS) -> None:
         """target[row, column] = value of device memory, once for each of the first `rows` rows; all [64]."""
@@ -156,7 +156,7 @@ def _store(target: Any, row: jax.Array, column: jax.Array, value: jax.Array, row
 
 
 def _exp(x: jax.Array) -> jax.Array:
-    @plgpu.inline_mgpu(arg_types=(WIDE,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=WIDE))
+    @plgpu.inline_mgpu(arg_types=(PRODUCT,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=PRODUCT))
     def run(_: Any, x: Any) -> Any:
         return x.exp(approx=True)
 

@@ -13,23 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32
 
 from pallas import inline
 from pallas.gemv import widen
-from pallas.gemv.finish import TOKENS, gather
+from pallas.gemv.finish import TOKENS
+from pallas.mla.mosaic_rows import Places
 
 THREADS = 128
-
-
-class Places(NamedTuple):
-    """Where a sequence's tokens are stored: its pages in order, tokens before the block, and tokens of the block."""
-
-    page_table: Int32[Array, " P"]
-    length: Int32[Array, " 1"]
-    count: Int32[Array, " 1"]
 
 
 class Norms(NamedTuple):
@@ -102,7 +93,9 @@ class _Work:
 
     def take(self, ref: Any, *places: jax.Array) -> jax.Array:
         """Single numbers by thread."""
-        return ref[...][places].astype(jnp.float32) if self.emulated else gather(ref, places, _strided(THREADS, 1))
+        return (
+            ref[...][places].astype(jnp.float32) if self.emulated else inline.gather(ref, places, _strided(THREADS, 1))
+        )
 
     def root(self, squares: jax.Array, count: int) -> jax.Array:
         """What divides, inverted."""
@@ -138,7 +131,7 @@ class _Work:
             if self.emulated:
                 row[pl.ds(rank, THREADS // 2)] = shared[: THREADS // 2]
             else:
-                _scatter(row, rank + lax.rem(thread, jnp.int32(THREADS // 2)), shared)
+                inline.scatter(row, rank + lax.rem(thread, jnp.int32(THREADS // 2)), shared, _strided(THREADS, 1))
 
     def total(self, squares: Any, thread: jax.Array, here: jax.Array) -> jax.Array:
         """Parts of the sum of a token's squares."""
@@ -166,15 +159,3 @@ def _vector(count: int) -> int:
 
 def _strided(size: int, vector: int) -> Any:
     return plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
-
-
-def _scatter(target: Any, places: jax.Array, values: jax.Array) -> None:
-    """target[places] = values; equal places get equal values."""
-    layout = _strided(THREADS, 1)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
-    def run(_: Any, target: ir.Value, places: Any, values: Any) -> None:
-        for place, value in zip(inline.elements(places.registers), inline.elements(values.registers), strict=True):
-            memref.store(value, target, [arith.index_cast(ir.IndexType.get(), place)])
-
-    run(target, places, values)

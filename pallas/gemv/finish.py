@@ -10,13 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import arith, memref
 
 from pallas import inline
 from pallas.gemv import widen
@@ -199,33 +198,7 @@ def take(work: Any, source: Any, *places: jax.Array) -> jax.Array:
     """`source` in device memory at these places, in float32."""
     if work.call.emulated:
         return source[...][places].astype(jnp.float32)
-    return gather(source, places, work.call.layout)
-
-
-def gather(source: Any, places: tuple[jax.Array, ...], layout: Any) -> jax.Array:
-    """The same inside a kernel; a thread holds single numbers."""
-    shape = places[0].shape
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(()), *(layout,) * len(places)),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout),
-    )
-    def run(_: Any, source: ir.Value, *places: Any) -> Any:
-        f32, found = ir.F32Type.get(), []
-        for at in zip(*(inline.elements(place.registers) for place in places), strict=True):
-            value = memref.load(source, [inline.index(place) for place in at])
-            found.append(value if value.type == f32 else arith.extf(f32, value))
-        return _array(found, places[0])
-
-    return run(source, *places)
-
-
-def _array(values: list[ir.Value], like: Any) -> Any:
-    """An array of float32 of single numbers by thread."""
-    registers = np.empty(like.registers.shape, dtype=object)
-    kind = ir.VectorType.get((1,), ir.F32Type.get())
-    registers.flat[:] = [vector.broadcast(kind, value) for value in values]
-    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
+    return inline.gather(source, places, work.call.layout)
 
 
 def root(work: Any, eps: float) -> jax.Array:
@@ -243,7 +216,7 @@ def neighbour(work: Any, value: jax.Array) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(value.shape, jnp.float32, layout=work.call.layout),
     )
     def run(_: Any, value: Any) -> Any:
-        return _array([mgpu.utils.shfl_bfly(x, TOKENS) for x in inline.elements(value.registers)], value)
+        return inline.numbers([mgpu.utils.shfl_bfly(x, TOKENS) for x in inline.elements(value.registers)], value)
 
     return run(value)
 
@@ -279,7 +252,7 @@ def column_totals(work: Any, source: Any) -> jax.Array:
             if there is not None:
                 value = arith.select(there, value, arith.constant(ir.F32Type.get(), 0.0))
             total = value if total is None else arith.addf(total, value)
-        return _array([_of_token(total)] * like.registers.size, like)
+        return inline.numbers([_of_token(total)] * like.registers.size, like)
 
     return run(source, places(work)[0])
 

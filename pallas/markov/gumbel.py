@@ -11,10 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from pallas.dispatch import BLACKWELL, HOPPER, require_capability
-from pallas.random_bits import exponential, fold
+from pallas.random_bits import GREEDY_BELOW, exponential, fold
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this one mean the most likely token."""
 LENGTH = 1280
 """Tokens of a block at most."""
 THREADS = 128

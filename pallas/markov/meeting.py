@@ -11,8 +11,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas import inline
+from pallas.layouts import WHOLE
 
-WHOLE = plgpu.Layout.WG_SPLAT(())
 SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=WHOLE)
 
 

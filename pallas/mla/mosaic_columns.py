@@ -17,11 +17,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from pallas import inline
-from pallas.mla.mosaic_plan import PER_QUERY, PRODUCT, Plan
-
-WARPS = 4
-"""Of a warpgroup."""
-WHOLE = plgpu.Layout.WG_SPLAT(())
+from pallas.layouts import WHOLE
+from pallas.mla.mosaic_plan import PER_QUERY, PRODUCT, WARPS, Plan
 
 
 def _to_memory(plan: Plan, registers: np.ndarray, combine: str, cells: ir.Value) -> None:

@@ -31,6 +31,7 @@ from pallas.mla.mosaic_plan import (
     NARROW_VALUES,
     PIECE,
     TILE,
+    WARPS,
     Plan,
     Settings,
     part_tiles,
@@ -110,7 +111,7 @@ def _buffers(plan: Plan, dtype: Any) -> dict[str, Any]:
         "shares": smem((plan.stages, plan.most, TILE), jnp.float16 if plan.narrow else jnp.bfloat16, transforms=WIDE),
         "raised": smem((plan.stages,), jnp.int32),
         "shrinks": smem((plan.stages, plan.most), jnp.float32),
-        "columns": smem((1 + roles.WARPS, plan.most), jnp.float32),
+        "columns": smem((1 + WARPS, plan.most), jnp.float32),
     }
     if plan.narrow:
         keys = smem((plan.stages, TILE, plan.width - plan.rank), dtype, transforms=NARROW_KEYS)
@@ -124,7 +125,7 @@ def _block(plan: Plan, refs: tuple[Any, ...], buffers: dict[str, Any]) -> None:
     signals = mosaic_signals.prepare(roles.kinds(plan), buffers)
     output = arguments.pop("output", None)
     columns = buffers["columns"]
-    arguments |= {"tops": columns.at[0], "cells": columns.at[pl.ds(1, roles.WARPS)]}
+    arguments |= {"tops": columns.at[0], "cells": columns.at[pl.ds(1, WARPS)]}
     own = {name: ref for name, ref in buffers.items() if name in roles.Memory.__dataclass_fields__}
     memory = roles.Memory(**{**arguments, **own, **signals})
     part, group, row, role = (lax.axis_index(name) for name in ("parts", "groups", "rows", "role"))

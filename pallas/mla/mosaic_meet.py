@@ -14,7 +14,8 @@ import jax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WHOLE = plgpu.Layout.WG_SPLAT(())
+from pallas.layouts import WHOLE
+
 WARPGROUPS = 3
 """That join."""
 JOINING = 128 * WARPGROUPS

@@ -18,6 +18,8 @@ UNIT = 256
 """Latent values are a multiple: four chunks, whose sums a thread of either half stores as whole quads."""
 STAGES, STAGES_NARROW = 2, 4
 """Tiles in shared memory."""
+WARPS = 4
+"""Of a warpgroup."""
 MOST_QUERIES = 48
 """Queries of a block: what accumulators and shared memory hold."""
 PIECE = 128
@@ -45,8 +47,6 @@ class Settings:
     """Tiles of a part at least."""
     least_few: int = 2
     """The same where one group has all queries: there are fewer sums then, and fewer blocks that share the tiles."""
-    meet: bool = True
-    """Whether blocks that are resident at once join the parts in the launch that makes them."""
     turns: int = 4
     """Parts that a block takes one after another at most, where there are many rows: they share its start."""
     queries: int | None = None
@@ -204,7 +204,7 @@ def make(
         turns=turns,
         least=least,
         narrow=narrow,
-        meets=settings.meet and turns == 1 and shared[0] * groups * parts <= multiprocessors() and interpret is None,
+        meets=turns == 1 and shared[0] * groups * parts <= multiprocessors() and interpret is None,
         interpret=interpret,
     )
 

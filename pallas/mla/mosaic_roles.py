@@ -45,8 +45,6 @@ from pallas.mla.mosaic_product import product_for
 from pallas.mla.mosaic_signals import Form, Kind
 
 SCORE, LEFT, RIGHT, FETCH = range(4)
-WARPS = 4
-"""Of a warpgroup."""
 REGISTERS = {SCORE: 184, LEFT: 136, RIGHT: 136, FETCH: 56}
 REGISTERS_NARROW = {SCORE: 152, LEFT: 160, RIGHT: 160, FETCH: 40}
 """For 8-bit latents and many queries: what mixes values holds a left operand too, what fetches asks for whole tiles."""

@@ -1,6 +1,6 @@
 """Latents of a few tokens in the pools of several layers, in one launch: norm, rotation and store.
 
-A block has one token of one layer. Its sums come as the slices of a product (see `pallas.gemv.mosaic.slices`); they are
+A block has one token of one layer. Its sums come as the slices of a product (`pallas.gemv.finished.slices`); they are
 rounded as `gemv.project` and the layers' norms round, so that pools hold what writing them one by one leaves.
 """
 
@@ -13,10 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import memref, vector
 from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
 from pallas import inline
@@ -106,7 +103,7 @@ class _Row:
 
     def take(self, ref: Any, place: jax.Array) -> jax.Array:
         """ref[place], one a thread."""
-        return ref[...][place] if self.emulated else _take(ref, place)
+        return ref[...][place] if self.emulated else inline.gather(ref, (place,), ONE)
 
     def run(self, frequencies: Any, pages: Any, length: Any, count: Any) -> None:
         """The kernel's work."""
@@ -128,7 +125,7 @@ class _Row:
             if self.emulated:
                 line[pl.ds(self.rank, self.size - self.rank)] = key.astype(jnp.bfloat16)[: self.size - self.rank]
             else:
-                _put(line, self.rank + self.channel(), key.astype(jnp.bfloat16))
+                inline.scatter(line, self.rank + self.channel(), key.astype(jnp.bfloat16), ONE)
 
     def channel(self) -> jax.Array:
         """The rotated channel of each thread; several threads may have the same."""
@@ -166,35 +163,3 @@ ONE = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 def _rounded(x: jax.Array) -> jax.Array:
     """To bfloat16 and back."""
     return x.astype(jnp.bfloat16).astype(jnp.float32)
-
-
-def _take(source: Any, place: jax.Array) -> jax.Array:
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), ONE), return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, layout=ONE)
-    )
-    def run(_: Any, source: ir.Value, place: Any) -> Any:
-        registers = np.empty(place.registers.shape, dtype=object)
-        for at, number in zip(np.ndindex(registers.shape), inline.elements(place.registers), strict=True):
-            value = memref.load(source, [inline.index(number)])
-            registers[at] = _like(place.registers[at], value)
-        return mgpu.FragmentedArray(_registers=registers, _layout=place.layout, _is_signed=None)
-
-    return run(source, plgpu.layout_cast(place, ONE))
-
-
-def _like(register: ir.Value, value: ir.Value) -> ir.Value:
-    """A number as registers of this kind hold it."""
-    if isinstance(register.type, ir.VectorType):
-        return vector.broadcast(ir.VectorType.get((1,), value.type), value)
-    return value
-
-
-def _put(target: Any, place: jax.Array, value: jax.Array) -> None:
-    """target[place] = value; equal places have equal values."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ONE, ONE))
-    def run(_: Any, target: ir.Value, place: Any, value: Any) -> None:
-        for at, number in zip(inline.elements(place.registers), inline.elements(value.registers), strict=True):
-            memref.store(number, target, [inline.index(at)])
-
-    run(target, plgpu.layout_cast(place, ONE), plgpu.layout_cast(value, ONE))

@@ -25,9 +25,10 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, BFloat16, Float32, Int32
 
 from pallas import inline
+from pallas.layouts import WHOLE
 from pallas.mla import mosaic_meet
 from pallas.mla.mosaic_columns import float_text
-from pallas.mla.mosaic_plan import LOWEST, PRODUCT, Plan, parts_of
+from pallas.mla.mosaic_plan import LOWEST, PRODUCT, WARPS, Plan, parts_of
 
 TEAMS, LANES = 8, 4
 """Of a warp: lanes of a team have the same parts."""
@@ -38,9 +39,6 @@ AT_ONCE = 9
 """Parts of a lane whose loads are in flight at once."""
 BLOCKS = 1024
 """About so many blocks of a launch of its own are enough."""
-WARPS = 4
-"""Of such a block."""
-WHOLE = plgpu.Layout.WG_SPLAT(())
 
 
 def pairs(plan: Plan) -> int:
@@ -240,7 +238,7 @@ def join(
     length: Int32[Array, " B"],
     queries: int,
 ) -> BFloat16[Array, "B Q R"]:
-    """The same by a launch of its own."""
+    """The same by a launch of its own, in blocks of one warpgroup."""
     rows, groups = mixed.shape[:2]
     workers = -(-words(plan) * 4 // PIECE // WARPS)
     while workers > WARPS and rows * groups * workers > BLOCKS:

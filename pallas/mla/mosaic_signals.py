@@ -19,13 +19,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas import inline
+from pallas.layouts import WHOLE
+from pallas.mla.mosaic_plan import WARPS
 
-WARPS = 4
-"""Of a warpgroup."""
 BLOCK_WARPS = 16
 WORD = 8
 """Bytes of a barrier."""
-WHOLE = plgpu.Layout.WG_SPLAT(())
 
 
 class Kind(NamedTuple):

@@ -21,15 +21,13 @@ from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int32, UInt8
 from pallas.moe import grouped, mxfp8
 from pallas.moe import mosaic_mxfp8_expand as operands
 from pallas.moe.mosaic_boxes import CONSUMERS, PLANES, TILE, Cut, Settings, Walk
-from pallas.moe.mosaic_expand import DEPTH, ROWS, blocks_of_box
+from pallas.moe.mosaic_expand import ROWS, blocks_of_box
 from pallas.moe.mosaic_grouped import block_tokens
+from pallas.moe.mosaic_pair import WIDE
 from pallas.moe.mosaic_stream import situ
 from pallas.moe.types import PackedExperts
 from pallas.moe.xla import combine
 from pallas.transposed_store import emulated_store, store
-
-WIDE = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
-"""How activations lie in shared memory: lines of 128 bytes."""
 
 
 def grouped_product(

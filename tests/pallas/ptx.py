@@ -73,11 +73,8 @@ class Warp:
     """Registers of a warp, and what it executes."""
 
     def __init__(self, memory, operands, first_thread=0):
-        self.memory, self.operands, self.registers = (
-            memory,
-            operands,
-            {"%tid.x": (LANES + first_thread).astype(np.uint64)},
-        )
+        self.memory, self.operands = memory, operands
+        self.registers = {"%tid.x": (LANES + first_thread).astype(np.uint64)}
 
     def value(self, name):
         if name in self.registers:
@@ -91,13 +88,9 @@ class Warp:
         """Executes a program from its beginning to its end."""
         text = re.sub(r"\.reg [^;]*;", "", text)
         steps, labels = [], {}
-        for part in filter(
-            None,
-            (
-                piece.strip(" {}\n") if ".v" not in piece and "{l" not in piece else piece.strip()
-                for piece in text.split(";")
-            ),
-        ):
+        for piece in text.split(";"):
+            vector = ".v" in piece or "{l" in piece
+            part = piece.strip() if vector else piece.strip(" {}\n")
             while match := re.match(r"\s*(\w+):\s*", part):
                 labels[match[1]], part = len(steps), part[match.end() :]
             if part:
@@ -148,11 +141,8 @@ class Warp:
         if flags[-1] == "f32":
             return as_bits(FLOATS[kind](*map(as_float, values)))
         value = INTEGERS[kind](*values)
-        return (
-            value
-            if "wide" in flags or flags[-1] in ("u64", "b64") or flags[0] == "u64"
-            else value & np.uint64(0xFFFFFFFF)
-        )
+        wide = "wide" in flags or flags[-1] in ("u64", "b64") or flags[0] == "u64"
+        return value if wide else value & np.uint64(0xFFFFFFFF)
 
     def move(self, kind, flags, operands, live):
         place, registers = operands if kind == "st" else operands[::-1]
